@@ -1,0 +1,34 @@
+# Two commands on a fresh machine: `make quickstart` and `make test`. Both build the same .venv.
+PYTHON ?= python3
+# The CPU wheel is enough: torch is only the foreign reference in tests.
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+
+.PHONY: quickstart test lint check clean
+
+quickstart: .venv/run.stamp
+	$(BIN)/python -m launch fetch smollm2-135m
+	$(BIN)/python -m launch configs/quickstart.yaml
+
+test: .venv/test.stamp lint
+	$(BIN)/python -m launch fetch smollm2-135m
+	$(BIN)/python -m pytest -q --durations=15
+
+lint: .venv/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.venv/run.stamp: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -e '.[gguf]'
+	touch $@
+
+.venv/test.stamp: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -q '$(TORCH)'
+	$(BIN)/pip install -q -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv runs
