@@ -1,0 +1,316 @@
+"""The typed schema of everything a recipe may say. Importing it costs no accelerator stack.
+
+Models are frozen: a config is made once, from a file and overrides (`jaxrl_post.recipes`), and never changed.
+Unknown keys are refused. Every field has its documentation here; `configs/schema.json` is generated from it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Count = Annotated[int, Field(ge=0)]
+AxisSize = Annotated[int, Field(ge=-1)]
+Dtype = Literal["auto", "float32", "bfloat16"]
+Aggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class RandomModel(Section):
+    """A small randomly initialised decoder with a byte tokenizer: recipes and tests that need no download."""
+
+    family: Literal["llama", "qwen2", "qwen3"] = "llama"
+    hidden_size: PositiveInt = 64
+    intermediate_size: PositiveInt = 128
+    layers: PositiveInt = 2
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 2
+    head_dim: PositiveInt = 16
+    tie_embeddings: bool = True
+    initializer_range: float = Field(default=0.02, gt=0)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> RandomModel:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+        return self
+
+
+class Model(Section):
+    path: str | None = None
+    """A Hugging Face folder (config.json, *.safetensors, tokenizer.json), or a name `launch fetch` knows."""
+    random: RandomModel | None = None
+    """Instead of `path`: a random tiny model."""
+    dtype: Dtype = "auto"
+    """Compute dtype; `auto` is bfloat16 on accelerators and float32 on CPU."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the master weights."""
+    remat: Literal["none", "full", "dots"] = "none"
+    """What the backward pass recomputes: nothing, each whole layer, or everything but matrix products."""
+    attention: Literal["auto", "xla"] = "auto"
+    """Attention backend; `auto` picks one that honours the mask and logs its pick."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Model:
+        if (self.path is None) == (self.random is None):
+            raise ValueError("give exactly one of model.path (a folder or a fetchable name) and model.random")
+        return self
+
+
+class Mesh(Section):
+    """Sizes of the five mesh axes; -1 in at most one of them takes the devices that remain."""
+
+    data: AxisSize = 1
+    fsdp: AxisSize = -1
+    expert: AxisSize = 1
+    sequence: AxisSize = 1
+    tensor: AxisSize = 1
+    allow_unused_devices: bool = False
+    """Accept a mesh smaller than the number of devices."""
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Mesh:
+        sizes = {k: getattr(self, k) for k in ("data", "fsdp", "expert", "sequence", "tensor")}
+        zero = [k for k, v in sizes.items() if v == 0]
+        rest = [k for k, v in sizes.items() if v == -1]
+        if zero:
+            raise ValueError(f"mesh.{zero[0]}=0: an axis size is a positive number, or -1 for the remaining devices")
+        if len(rest) > 1:
+            raise ValueError(f"mesh axes {' and '.join(rest)} are both -1: only one axis can take the remaining devices")
+        return self
+
+
+class ArithmeticTask(Section):
+    """`What is a + b?` over every pair of operands; a fixed, deterministic fifth of the pairs is held out."""
+
+    kind: Literal["arithmetic"] = "arithmetic"
+    operation: Literal["add", "subtract", "multiply"] = "add"
+    low: int = 1
+    high: int = 9
+    template: str = "What is {a} {op} {b}? Answer with just the number."
+
+    @model_validator(mode="after")
+    def _range(self) -> ArithmeticTask:
+        if self.high < self.low:
+            raise ValueError(f"high={self.high} is below low={self.low}: no operands to draw from")
+        return self
+
+
+class JsonlTask(Section):
+    """Prompts from a JSON-lines file: each row has a `prompt` (text) or `messages` (chat) and any answer fields."""
+
+    kind: Literal["jsonl"]
+    path: str
+    """One JSON object a line, UTF-8."""
+    held_out_path: str | None = None
+    """Rows for evaluation, in the same form."""
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    on_bad_row: Literal["error", "skip"] = "error"
+
+
+class ReasoningGymTask(Section):
+    """Procedural tasks of the package reasoning-gym (extra `[tasks]`)."""
+
+    kind: Literal["reasoning_gym"]
+    dataset: str
+    size: PositiveInt = 1000
+    held_out: PositiveInt = 64
+    options: dict[str, int | float | str | bool] = {}
+
+
+Task = Annotated[ArithmeticTask | JsonlTask | ReasoningGymTask, Field(discriminator="kind")]
+
+
+class Data(Section):
+    task: Task = ArithmeticTask()
+    prompts_per_step: PositiveInt = 8
+    max_prompt_tokens: PositiveInt = 64
+    """Longer prompts are dropped at start and counted; none left is an error."""
+    shuffle: bool = True
+    chat: bool = True
+    """Wrap a text prompt as one user turn of the tokenizer's chat template; false feeds the text as it is."""
+    system_prompt: str | None = None
+
+
+class LastNumberReward(Section):
+    """1 when the last integer in the completion equals the row's `answer`, else 0."""
+
+    kind: Literal["last_number"] = "last_number"
+
+
+class ExactMatchReward(Section):
+    """1 when the completion, stripped of white space, equals the row's `answer`, else 0."""
+
+    kind: Literal["exact_match"]
+
+
+class ReasoningGymReward(Section):
+    """The task's own scorer on the text inside <answer>…</answer> (or the whole text); binary at `threshold`."""
+
+    kind: Literal["reasoning_gym"]
+    threshold: Fraction | None = 0.99
+    """Scores at or above become 1, others 0; null keeps the scorer's value."""
+
+
+class FunctionReward(Section):
+    """`module:function` called with (prompts, completions, rows); returns one float per completion."""
+
+    kind: Literal["function"]
+    function: str = Field(pattern=r"^[\w.]+:\w+$")
+
+
+Reward = Annotated[
+    LastNumberReward | ExactMatchReward | ReasoningGymReward | FunctionReward, Field(discriminator="kind")
+]
+
+
+class Rollout(Section):
+    samples_per_prompt: PositiveInt = 8
+    max_new_tokens: PositiveInt = 64
+    temperature: NonNegative = 1.0
+    """0 is greedy. Log-probs for training use the same temperature."""
+    top_k: Count = 0
+    """Keep the k most likely tokens (ties kept); 0 keeps all."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Keep the smallest set of tokens whose probability reaches p, after temperature and top-k."""
+    stop_token_ids: tuple[Count, ...] = ()
+    """Stop on these too, beside the model's own end-of-sequence ids."""
+    slots: PositiveInt | None = None
+    """Sequences decoded at once on each data replica; null decodes all of a step's samples at once."""
+    refill: PositiveInt | None = None
+    """Free slots awaited before a refill; a multiple or a divisor of `samples_per_prompt`; null chooses."""
+
+
+class KL(Section):
+    coef: NonNegative = 0.0
+    """0 keeps no reference model."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+
+
+class GRPO(Section):
+    """Group-relative policy optimisation (arXiv:2402.03300) with PPO clipping."""
+
+    kind: Literal["grpo"] = "grpo"
+    normalize_by_std: bool = True
+    """Divide by the group's standard deviation (ddof 1) + 1e-6; false is Dr.GRPO's centring alone."""
+    clip_low: NonNegative = 0.2
+    clip_high: NonNegative = 0.2
+    aggregation: Aggregation = "token-mean"
+    loss_scale_length: PositiveInt | None = None
+    """The constant L of seq-mean-token-sum-norm; null is `rollout.max_new_tokens`."""
+    epochs: PositiveInt = 1
+    """Passes over a step's samples."""
+    mini_batches: PositiveInt = 1
+    """Optimizer updates in each pass; samples are split by whole groups."""
+    old_logprobs: Literal["sampler", "trainer"] = "sampler"
+    """π_old from the sampler's own log-probs, or recomputed by a forward pass before the first update."""
+    drop_truncated: bool = False
+    """Leave samples that ran into the token limit out of the loss, numerator and denominator."""
+    kl: KL = KL()
+
+
+class Optimizer(Section):
+    """AdamW with global-norm clipping."""
+
+    learning_rate: NonNegative = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up: stay, or fall to `final_fraction` of the peak over the run's steps."""
+    warmup_steps: Count = 0
+    final_fraction: Fraction = 0.0
+    b1: Fraction = 0.9
+    b2: Fraction = 0.999
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Global norm to clip to; null does not clip."""
+
+
+class Training(Section):
+    tokens_per_microbatch: PositiveInt = 4096
+    """Token positions a device holds in one forward and backward pass; gradients add up over micro-batches."""
+    row_length: PositiveInt | None = None
+    """Token positions of a packed row; null is the shortest that holds a whole group, or one sample of it."""
+    share_prefix: bool = True
+    """Keep a group's prompt once in a row and let each response see it and itself."""
+    logprob_chunk: PositiveInt = 256
+    """Target tokens per row whose logits exist at the same time."""
+
+
+class Checkpoint(Section):
+    every: Count = 0
+    """Steps between checkpoints; 0 saves only the last step."""
+    keep_last: PositiveInt = 2
+    resume: bool = True
+    """Continue from the newest complete checkpoint in the run folder, if there is one."""
+
+
+class Evaluation(Section):
+    every: Count = 0
+    """Steps between greedy evaluations on held-out prompts; 0 evaluates before the first and after the last step."""
+    enabled: bool = True
+    max_prompts: PositiveInt = 64
+
+
+class Config(Section):
+    """One run."""
+
+    run_dir: str = "runs/run"
+    """Where checkpoints, metrics and rollouts go."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    steps: PositiveInt = 100
+    model: Model
+    mesh: Mesh = Mesh()
+    data: Data = Data()
+    reward: Reward = LastNumberReward()
+    rollout: Rollout = Rollout()
+    algorithm: Annotated[GRPO, Field(discriminator=None)] = GRPO()
+    optimizer: Optimizer = Optimizer()
+    training: Training = Training()
+    checkpoint: Checkpoint = Checkpoint()
+    evaluation: Evaluation = Evaluation()
+    dump_rollouts: bool = True
+    """Write every step's samples to rollouts/*.jsonl."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        group, refill, slots = self.rollout.samples_per_prompt, self.rollout.refill, self.rollout.slots
+        if refill is not None and refill % group and group % refill:
+            raise ValueError(
+                f"rollout.refill={refill} must be a multiple or a divisor of rollout.samples_per_prompt={group}"
+            )
+        if refill is not None and slots is not None and refill > slots:
+            raise ValueError(f"rollout.refill={refill} cannot exceed rollout.slots={slots}")
+        truncated = self.rollout.top_k > 0 or self.rollout.top_p < 1
+        if truncated and self.algorithm.old_logprobs == "sampler":
+            raise ValueError(
+                f"rollout.top_k={self.rollout.top_k}, rollout.top_p={self.rollout.top_p} cut the distribution sampled "
+                "from, so its log-probs are not the policy's: set algorithm.old_logprobs=trainer"
+            )
+        if self.rollout.temperature == 0:
+            raise ValueError("rollout.temperature=0 samples greedily, every group is alike: give a value above 0")
+        if self.data.prompts_per_step % self.algorithm.mini_batches:
+            raise ValueError(
+                f"data.prompts_per_step={self.data.prompts_per_step} must be a multiple of "
+                f"algorithm.mini_batches={self.algorithm.mini_batches}"
+            )
+        longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        if self.training.row_length is not None and self.training.row_length < longest:
+            raise ValueError(
+                f"training.row_length={self.training.row_length} is shorter than data.max_prompt_tokens + "
+                f"rollout.max_new_tokens = {longest}"
+            )
+        if self.training.tokens_per_microbatch < (self.training.row_length or longest):
+            raise ValueError(
+                f"training.tokens_per_microbatch={self.training.tokens_per_microbatch} does not hold one row of "
+                f"{self.training.row_length or longest} tokens"
+            )
+        return self

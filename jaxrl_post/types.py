@@ -1,0 +1,93 @@
+"""Records at stage borders. Host-side records hold numpy arrays; `TrainBatch` goes to the devices.
+
+Legend: P prompts, G samples a prompt (group), N = P·G samples, R response limit in tokens; A micro-batches, B rows,
+T token positions of a row, M target tokens of a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class StopReason(enum.IntEnum):
+    """Why a completion ended. Truncation is read from here, never from a padded width."""
+
+    STOP = 1  # a stop id was sampled; it is part of the completion
+    LENGTH = 2  # the request's own token limit was reached
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One task row ready to be sampled from.
+
+    `ids` are the token ids the model sees, `text` what they spell, `row` the task's own fields (`answer`, …).
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    row: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One sampled response.
+
+    `ids` int32 [n] as sampled, the stop id included; `logp` float32 [n] log-probabilities under the distribution that
+    was sampled from (temperature, top-k, top-p); `raw_logp` float32 [n] under softmax(logits); `prompt` is the index
+    of its prompt in the step. Example: ids [7, 8, 2], logp [-0.1, -1.2, -0.3], stop STOP, prompt 0.
+    """
+
+    prompt: int
+    ids: np.ndarray
+    logp: np.ndarray
+    raw_logp: np.ndarray
+    stop: StopReason
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+    """A completion with what the update needs: its prompt's ids, and one advantage for the whole response.
+
+    Samples with the same `group` share `prompt_ids`. `train` False keeps it out of the loss (and its denominators).
+    """
+
+    group: int
+    prompt_ids: tuple[int, ...]
+    response_ids: np.ndarray
+    logp: np.ndarray
+    advantage: float
+    train: bool = True
+
+
+class TrainBatch(NamedTuple):
+    """Packed rows of one optimizer update; every field has a leading micro-batch axis A.
+
+    A row holds prompts and responses of whole sequences. A token sees earlier tokens of its own segment that belong to
+    the segment's trunk (branch 0: the prompt) or to its own branch, so several responses can share one prompt.
+
+    Per position, [A, B, T]:  tokens int32; positions int32 (from 0 in each sequence); segments int32 (0 = padding);
+    branches int32 (0 = prompt, 1… = response).
+    Per target token, [A, B, M], live entries first in each row:  source int32, the column whose hidden state predicts
+    the target; target int32; sequence int32, the response's index inside its row; mask bool, True for tokens that were
+    sampled and are trained on; weight float32, the token's share of the loss (0 where masked), so that the loss is the
+    plain sum of weight · loss whatever the split into rows, micro-batches and devices; advantage, old_logp (π_old),
+    ref_logp (π_ref, zeros without a reference) float32; rollout_logp float32, as recorded by the sampler.
+    """
+
+    tokens: Any
+    positions: Any
+    segments: Any
+    branches: Any
+    source: Any
+    target: Any
+    sequence: Any
+    mask: Any
+    weight: Any
+    advantage: Any
+    old_logp: Any
+    ref_logp: Any
+    rollout_logp: Any
