@@ -94,7 +94,7 @@ class Decoder(nnx.Module):
             return x_BTD, None
 
         x_BTD, _ = lax.scan(_remat(layer, self.config.remat), self._embed(tokens_BT), self._stacked())
-        return _norm(x_BTD, self.norm.value, self.config.norm_eps)
+        return _norm(x_BTD, self.norm[...], self.config.norm_eps)
 
     def prefill(
         self, tokens_UP: jax.Array, lengths_U: jax.Array, cache: Cache, slots_F: jax.Array, source_F: jax.Array
@@ -129,7 +129,7 @@ class Decoder(nnx.Module):
         carry = (self._embed(tokens_UP), cache, jnp.int32(0))
         (x_UPD, cache, _), _ = lax.scan(layer, carry, self._stacked())
         last_UD = jnp.take_along_axis(x_UPD, (lengths_U - 1)[:, None, None], axis=1)[:, 0]
-        return _norm(last_UD, self.norm.value, self.config.norm_eps), cache
+        return _norm(last_UD, self.norm[...], self.config.norm_eps), cache
 
     def decode(self, tokens_S: jax.Array, positions_S: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """One token for every slot: hidden states [S, D] and the cache with the token's key and value.
@@ -153,15 +153,15 @@ class Decoder(nnx.Module):
 
         carry = (self._embed(tokens_S[:, None]), cache, jnp.int32(0))
         (x_S1D, cache, _), _ = lax.scan(layer, carry, self._stacked())
-        return _norm(x_S1D[:, 0], self.norm.value, self.config.norm_eps), cache
+        return _norm(x_S1D[:, 0], self.norm[...], self.config.norm_eps), cache
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Scores over the vocabulary, float32 [..., V], of final hidden states [..., D]."""
         head_VD = self.embed if self.config.tie_embeddings else self.head
-        return jnp.einsum("...d,vd->...v", x, head_VD.value.astype(x.dtype), preferred_element_type=jnp.float32)
+        return jnp.einsum("...d,vd->...v", x, head_VD[...].astype(x.dtype), preferred_element_type=jnp.float32)
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
-        return self.embed.value.astype(self.config.dtype)[tokens]
+        return self.embed[...].astype(self.config.dtype)[tokens]
 
     def _stacked(self) -> Layer:
         return nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))

@@ -1,0 +1,144 @@
+"""The distribution a token is drawn from, and the draw.
+
+S sequences, V vocabulary. Order of operations: temperature, then top-k, then top-p of what top-k left (as vLLM and
+transformers do). Ties at a threshold are kept. Everything is float32.
+
+The draw is an inverse CDF in two levels: first a block of the vocabulary, then a token inside it. It costs one pass
+over the logits; Gumbel noise would cost V random numbers a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+BLOCK = 256
+
+
+class Sampling(NamedTuple):
+    """Options of each request, [S]: temperature float32 (0 greedy), top_k int32 (0 all), top_p float32 (1 all)."""
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Features:
+    """Which operations a batch of requests needs; static, so that the others are not compiled in."""
+
+    greedy: bool
+    tempered: bool
+    top_k: bool
+    top_p: bool
+
+    @classmethod
+    def of(cls, options: Sampling) -> Features:
+        temperature, top_k, top_p = (np.asarray(x) for x in options)
+        return cls(
+            greedy=bool((temperature == 0).any()),
+            tempered=bool(((temperature != 1) & (temperature != 0)).any()),
+            top_k=bool((top_k > 0).any()),
+            top_p=bool((top_p < 1).any()),
+        )
+
+
+class Draw(NamedTuple):
+    """[S]: token int32; logp under the distribution drawn from (0 when greedy); raw_logp under softmax(logits)."""
+
+    token: jax.Array
+    logp: jax.Array
+    raw_logp: jax.Array
+
+
+def draw(logits_SV: jax.Array, options: Sampling, uniform_S2: jax.Array, features: Features) -> Draw:
+    """Draw one token a row with two uniforms in [0, 1) a row."""
+    raw_peak_S = logits_SV.max(axis=-1)
+    raw_total_S = jnp.exp(logits_SV - raw_peak_S[:, None]).sum(axis=-1)
+    hot_S = options.temperature > 0
+    scores_SV, peak_S = logits_SV, raw_peak_S
+    if features.tempered or features.greedy:
+        temperature_S = jnp.where(hot_S, options.temperature, 1.0)
+        scores_SV, peak_S = logits_SV / temperature_S[:, None], raw_peak_S / temperature_S
+    if features.top_k:
+        scores_SV = keep_top_k(scores_SV, options.top_k)
+    if features.top_p:
+        scores_SV = keep_top_p(scores_SV, options.top_p)
+    mass_SV = jnp.exp(scores_SV - peak_S[:, None])
+    token_S, total_S = inverse_cdf(mass_SV, uniform_S2)
+    if features.greedy:
+        token_S = jnp.where(hot_S, token_S, jnp.argmax(logits_SV, axis=-1).astype(jnp.int32))
+    pick = lambda x_SV: jnp.take_along_axis(x_SV, token_S[:, None], axis=1)[:, 0]
+    logp_S = jnp.where(hot_S, pick(scores_SV) - peak_S - jnp.log(total_S), 0.0)
+    return Draw(token_S, logp_S, pick(logits_SV) - raw_peak_S - jnp.log(raw_total_S))
+
+
+def inverse_cdf(mass_SV: jax.Array, uniform_S2: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Token with probability mass / total, int32 [S], and the total, float32 [S]. A token without mass never comes.
+
+    The first uniform chooses a block of the vocabulary, the second a token in it, so that tokens rarer than the
+    resolution of one float32 uniform can still be drawn.
+    """
+    S, V = mass_SV.shape
+    mass_SKB = jnp.pad(mass_SV, ((0, 0), (0, -V % BLOCK))).reshape(S, -1, BLOCK)
+    block_S, total_S = _first_above(mass_SKB.sum(axis=-1), uniform_S2[:, 0])
+    inside_SB = jnp.take_along_axis(mass_SKB, block_S[:, None, None], axis=1)[:, 0]
+    offset_S, _ = _first_above(inside_SB, uniform_S2[:, 1])
+    return block_S * BLOCK + offset_S, total_S
+
+
+def _first_above(mass_SX: jax.Array, uniform_S: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """First index whose running sum exceeds uniform · total; its own mass is above 0 by construction."""
+    running_SX = jnp.cumsum(mass_SX, axis=-1)
+    total_S = running_SX[:, -1]
+    index_S = (running_SX <= (uniform_S * total_S)[:, None]).sum(axis=-1)
+    return jnp.minimum(index_S, mass_SX.shape[1] - 1).astype(jnp.int32), total_S
+
+
+def keep_top_k(scores_SV: jax.Array, k_S: jax.Array) -> jax.Array:
+    """Scores below the k-th largest become -inf; k = 0 keeps the row as it is."""
+    need_S = jnp.where(k_S > 0, k_S, scores_SV.shape[1]).astype(jnp.float32)
+    return _at_least(scores_SV, jnp.ones_like(scores_SV), need_S)
+
+
+def keep_top_p(scores_SV: jax.Array, p_S: jax.Array) -> jax.Array:
+    """Keep the most likely tokens until their probability reaches p; p = 1 keeps the row as it is."""
+    mass_SV = jax.nn.softmax(scores_SV, axis=-1)
+    return _at_least(scores_SV, mass_SV, jnp.where(p_S < 1, p_S, jnp.inf))
+
+
+def _at_least(scores_SV: jax.Array, weight_SV: jax.Array, need_S: jax.Array) -> jax.Array:
+    """Keep scores ≥ t for the largest t at which the kept weight still reaches `need`; if none does, keep all.
+
+    Builds t bit by bit on order-preserving integers: 32 passes, exact, no sort.
+    """
+    bits_SV = lax.bitcast_convert_type(scores_SV, jnp.uint32)
+    order_SV = jnp.where(bits_SV >> 31 == 1, ~bits_SV, bits_SV | jnp.uint32(1 << 31))
+
+    def try_bit(i: jax.Array, threshold_S: jax.Array) -> jax.Array:
+        higher_S = threshold_S | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        kept_S = jnp.where(order_SV >= higher_S[:, None], weight_SV, 0.0).sum(axis=-1)
+        return jnp.where(kept_S >= need_S, higher_S, threshold_S)
+
+    threshold_S = lax.fori_loop(0, 32, try_bit, jnp.zeros(scores_SV.shape[:1], jnp.uint32))
+    return jnp.where(order_SV >= threshold_S[:, None], scores_SV, -jnp.inf)
+
+
+def uniforms(seed_S: jax.Array, step: jax.Array, request_S: jax.Array, position_S: jax.Array) -> jax.Array:
+    """Two uniforms a row, keyed by (seed, policy step, request id, position) and nothing else, float32 [S, 2].
+
+    So a request's draws are the same in any slot, after any refill and on any mesh.
+    """
+
+    def one(seed: jax.Array, request: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.key(seed)
+        for part in (step, request, position):
+            key = jax.random.fold_in(key, part)
+        return jax.random.uniform(key, (2,))
+
+    return jax.vmap(one)(seed_S, request_S, position_S)
