@@ -1,0 +1,44 @@
+"""Rewards of the user's own: a function named in the recipe."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+RewardFunction = Callable[[list[str], list[str], list[dict[str, Any]]], Sequence[float]]
+"""(prompts, completions, rows) -> one score for each completion; the three lists are aligned."""
+
+
+def load_function(path: str) -> RewardFunction:
+    """Imports `module:function`. Raises ValueError saying which part is wrong."""
+    module_name, _, name = path.partition(":")
+    key = f"reward.function={path!r}"
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the module's own code runs here, and may raise anything
+        raise ValueError(
+            f"{key}: importing module {module_name!r} failed: {type(error).__name__}: {error}. "
+            "It must be importable from the folder the run is started in"
+        ) from error
+    if name not in vars(module):
+        raise ValueError(f"{key}: module {module_name!r} has no {name!r}; it has {', '.join(_callables(module))}")
+    function = vars(module)[name]
+    if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
+        raise ValueError(f"{key}: {name!r} is {function!r}, not a plain function (prompts, completions, rows)")
+    _check_signature(function, key)
+    return function
+
+
+def _callables(module: Any) -> list[str]:
+    return sorted(name for name, value in vars(module).items() if inspect.isfunction(value)) or ["no functions"]
+
+
+def _check_signature(function: Callable[..., Any], key: str) -> None:
+    try:
+        inspect.signature(function).bind([], [], [])
+    except TypeError as error:
+        raise ValueError(
+            f"{key}: must take (prompts, completions, rows), but has {inspect.signature(function)}: {error}"
+        ) from error
