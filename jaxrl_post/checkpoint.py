@@ -1,0 +1,191 @@
+"""Checkpoints: the arrays and the host state of one step as a unit, written by Orbax in the background.
+
+A step is written under a temporary name and renamed when all of it is on disk, so a killed save leaves nothing that
+counts. On disk the arrays are a flat map from tree path to array: the tree that asks decides structure and placement.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.tree_util import keystr
+
+Tree = Any
+ITEMS = ("arrays", "host")
+log = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """Saves and restores steps in `folder` (made if absent), of which the newest `keep_last` stay.
+
+    Only the job that trains may save into a folder; others may read it meanwhile. All processes of a job call every
+    method together.
+    """
+
+    def __init__(self, folder: str | Path, keep_last: int):
+        if keep_last < 1:
+            raise ValueError(f"keep_last={keep_last}: keep at least 1 checkpoint")
+        self._folder = epath.Path(folder) if "://" in str(folder) else epath.Path(Path(folder).absolute())
+        self._manager = ocp.CheckpointManager(
+            self._folder,
+            options=ocp.CheckpointManagerOptions(max_to_keep=keep_last),
+            item_handlers={"arrays": ocp.PyTreeCheckpointHandler(), "host": ocp.JsonCheckpointHandler()},
+        )
+
+    def save(self, step: int, arrays: Tree, host: dict[str, Any]) -> None:
+        """Copy `arrays` off the devices, then write them and `host` in the background.
+
+        On return the arrays may be donated. Waits for the save before it and raises what made that one fail; removes
+        what killed saves left behind.
+
+        Args:
+          step: above every saved step.
+          arrays: a tree of non-empty jax arrays (of random keys, their `jax.random.key_data`).
+          host: what JSON gives back unchanged: string keys, lists, finite numbers.
+
+        Raises: ValueError for anything else, before anything is written.
+        """
+        flat = _flatten(arrays)
+        for path, leaf in flat.items():
+            _check_savable(path, leaf)
+        _check_json(host)
+        self.wait()
+        newest = max(self._steps(), default=-1)
+        if step <= newest or step < 0:
+            raise ValueError(f"step={step}: must be above the newest saved step, {newest}, in {self._folder}")
+        self._remove_unfinished()
+        args = ocp.args.Composite(arrays=ocp.args.PyTreeSave(flat), host=ocp.args.JsonSave(host))
+        self._manager.save(step, args=args, force=True)
+
+    def latest(self) -> int | None:
+        """The newest step that is complete on disk; None when there is none."""
+        for path in self._unfinished():
+            log.warning("ignoring %s: its save has not finished", path)
+        return max(self._steps(), default=None)
+
+    def restore(self, step: int, abstract: Tree, partial: bool = False) -> tuple[Tree, dict[str, Any]]:
+        """Arrays in the structure and on the shardings of `abstract`, bit for bit as saved, and the host state.
+
+        Args:
+          abstract: tree of `jax.ShapeDtypeStruct`, each with a sharding, on any devices.
+          partial: top-level keys of the saved tree may be left out (parameters without the optimizer).
+
+        Raises: ValueError for a step that is not there, and, naming the tree path, for an array that only one side has
+        and for another shape or dtype.
+        """
+        self._check_exists(step)
+        wanted = _flatten(abstract)
+        _check_same(wanted, self._manager.item_metadata(step)["arrays"].tree, partial)
+        placed = {path: _restore_args(path, leaf) for path, leaf in wanted.items()}
+        # Orbax's partial_restore reads no more than what is wanted; what may be left out was checked above.
+        args = ocp.args.PyTreeRestore(item=wanted, restore_args=placed, partial_restore=True)
+        flat = self._manager.restore(step, args=ocp.args.Composite(arrays=args))["arrays"]
+        arrays = jax.tree.unflatten(jax.tree.structure(abstract), [flat[path] for path in wanted])
+        return arrays, self.restore_host(step)
+
+    def restore_host(self, step: int) -> dict[str, Any]:
+        """The host state alone. Raises: ValueError for a step that is not there."""
+        self._check_exists(step)
+        return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+
+    def wait(self) -> None:
+        """Return when the save in flight is complete on disk; raise what made it fail."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Wait, then end the background threads."""
+        self._manager.close()
+
+    def _steps(self) -> list[int]:
+        return [int(path.name) for path in self._folder.iterdir() if _is_complete(path)]
+
+    def _unfinished(self) -> list[epath.Path]:
+        """Steps being written, by this job or by one that was killed."""
+        suffix = ocp.path.atomicity.TMP_DIR_SUFFIX
+        steps = [path for path in self._folder.iterdir() if path.name.partition(suffix)[0].isdecimal()]
+        return [path for path in steps if not _is_complete(path)]
+
+    def _remove_unfinished(self) -> None:
+        if jax.process_index() == 0:
+            for path in self._unfinished():
+                log.warning("removing %s: its save was killed", path)
+                path.rmtree()
+        ocp.multihost.sync_global_processes("unfinished checkpoints removed")
+        self._manager.reload()
+
+    def _check_exists(self, step: int) -> None:
+        steps = sorted(self._steps())
+        if step not in steps:
+            raise ValueError(f"step={step}: no complete checkpoint in {self._folder}, which holds {steps}")
+
+
+def _is_complete(path: epath.Path) -> bool:
+    # Storage without atomic rename marks a complete step by a file instead; Orbax knows which.
+    return (
+        path.name.isdecimal()
+        and ocp.utils.is_checkpoint_finalized(path)
+        and all((path / item).exists() for item in ITEMS)
+    )
+
+
+def _flatten(tree: Tree) -> dict[str, Any]:
+    """Leaves by path, in tree order."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    flat = {keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    if not flat or "" in flat or len(flat) < len(leaves):
+        raise ValueError(f"expected a tree of arrays with distinct paths, got {len(leaves)} leaves at {list(flat)}")
+    return flat
+
+
+def _check_savable(path: str, leaf: Any) -> None:
+    if not isinstance(leaf, jax.Array):
+        raise ValueError(f"{path}: expected a jax array, got {type(leaf).__name__}; numbers belong in the host state")
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise ValueError(f"{path}: dtype {leaf.dtype}; save jax.random.key_data of it")
+    if leaf.is_deleted() or leaf.size == 0:
+        state = "was deleted (donated)" if leaf.is_deleted() else f"is empty, shape {leaf.shape}"
+        raise ValueError(f"{path}: the array {state}; there is nothing to save")
+
+
+def _check_json(host: dict[str, Any]) -> None:
+    try:
+        copy = json.loads(json.dumps(host, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"host state is not JSON: {error}") from error
+    if not isinstance(host, dict) or copy != host:
+        raise ValueError(f"host state changes in JSON (string keys and lists only): {host!r} comes back as {copy!r}")
+
+
+def _check_same(wanted: dict[str, Any], saved: dict[str, Any], partial: bool) -> None:
+    top = {path.partition("/")[0] for path in wanted}
+    counted = [path for path in saved if not partial or path.partition("/")[0] in top]
+    faults = [f"{path} {tuple(wanted[path].shape)} is not in the checkpoint" for path in wanted if path not in saved]
+    faults += [f"{path} {tuple(saved[path].shape)} is only in the checkpoint" for path in counted if path not in wanted]
+    for path in wanted.keys() & saved.keys():
+        ours, theirs = wanted[path], saved[path]
+        if (tuple(ours.shape), ours.dtype) != (tuple(theirs.shape), theirs.dtype):
+            faults.append(
+                f"{path} is {tuple(theirs.shape)} {theirs.dtype} in the checkpoint, "
+                f"{tuple(ours.shape)} {ours.dtype} was asked for"
+            )
+    if faults:
+        raise ValueError(_listing("the checkpoint is of another model or optimizer", sorted(faults)))
+
+
+def _listing(what: str, faults: Iterable[str], limit: int = 8) -> str:
+    faults = list(faults)
+    more = [f"and {len(faults) - limit} more"] if len(faults) > limit else []
+    return "\n  ".join([f"{what}:", *faults[:limit], *more])
+
+
+def _restore_args(path: str, leaf: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
+    if leaf.sharding is None:
+        raise ValueError(f"{path}: no sharding given; a restored array needs one")
+    return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
