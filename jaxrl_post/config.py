@@ -6,22 +6,29 @@ Unknown keys are refused. Every field has its documentation here; `configs/schem
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=0)]
 AxisSize = Annotated[int, Field(ge=-1)]
 Dtype = Literal["auto", "float32", "bfloat16"]
-Aggregation = Literal[
-    "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
-]
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+def _default_kind(kind: str) -> BeforeValidator:
+    """A section given without `kind` is of the default kind, as it is when not given at all."""
+
+    def with_kind(value: Any) -> Any:
+        return {"kind": kind, **value} if isinstance(value, dict) else value
+
+    return BeforeValidator(with_kind)
 
 
 class RandomModel(Section):
@@ -41,6 +48,8 @@ class RandomModel(Section):
     def _heads_divide(self) -> RandomModel:
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs of features")
         return self
 
 
@@ -61,7 +70,10 @@ class Model(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Model:
         if (self.path is None) == (self.random is None):
-            raise ValueError("give exactly one of model.path (a folder or a fetchable name) and model.random")
+            raise ValueError(
+                "give exactly one of model.path (a folder or a fetchable name) and model.random; "
+                "an override sets the other to null (model.random=null)"
+            )
         return self
 
 
@@ -84,7 +96,9 @@ class Mesh(Section):
         if zero:
             raise ValueError(f"mesh.{zero[0]}=0: an axis size is a positive number, or -1 for the remaining devices")
         if len(rest) > 1:
-            raise ValueError(f"mesh axes {' and '.join(rest)} are both -1: only one axis can take the remaining devices")
+            raise ValueError(
+                f"mesh axes {' and '.join(rest)} are both -1: only one axis can take the remaining devices"
+            )
         return self
 
 
@@ -101,6 +115,19 @@ class ArithmeticTask(Section):
     def _range(self) -> ArithmeticTask:
         if self.high < self.low:
             raise ValueError(f"high={self.high} is below low={self.low}: no operands to draw from")
+        return self
+
+    @model_validator(mode="after")
+    def _placeholders(self) -> ArithmeticTask:
+        try:
+            text = self.template.format(a="<a>", b="<b>", op="<op>")
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"template {self.template!r} cannot be filled in ({error}): it may use {{a}}, {{b}} and {{op}}; "
+                "write {{ and }} for braces"
+            ) from None
+        if "<a>" not in text or "<b>" not in text:
+            raise ValueError(f"template {self.template!r} must contain both operands, {{a}} and {{b}}")
         return self
 
 
@@ -127,7 +154,9 @@ class ReasoningGymTask(Section):
     options: dict[str, int | float | str | bool] = {}
 
 
-Task = Annotated[ArithmeticTask | JsonlTask | ReasoningGymTask, Field(discriminator="kind")]
+Task = Annotated[
+    ArithmeticTask | JsonlTask | ReasoningGymTask, Field(discriminator="kind"), _default_kind("arithmetic")
+]
 
 
 class Data(Section):
@@ -169,7 +198,9 @@ class FunctionReward(Section):
 
 
 Reward = Annotated[
-    LastNumberReward | ExactMatchReward | ReasoningGymReward | FunctionReward, Field(discriminator="kind")
+    LastNumberReward | ExactMatchReward | ReasoningGymReward | FunctionReward,
+    Field(discriminator="kind"),
+    _default_kind("last_number"),
 ]
 
 
@@ -302,15 +333,25 @@ class Config(Section):
                 f"data.prompts_per_step={self.data.prompts_per_step} must be a multiple of "
                 f"algorithm.mini_batches={self.algorithm.mini_batches}"
             )
+        if self.algorithm.loss_scale_length and self.algorithm.aggregation != "seq-mean-token-sum-norm":
+            raise ValueError(
+                f"algorithm.loss_scale_length={self.algorithm.loss_scale_length} is only read by "
+                f"algorithm.aggregation=seq-mean-token-sum-norm, not by {self.algorithm.aggregation}: set it to null"
+            )
+        if self.reward.kind == "reasoning_gym" and self.data.task.kind != "reasoning_gym":
+            raise ValueError(
+                f"reward.kind=reasoning_gym scores rows of data.task.kind=reasoning_gym, not {self.data.task.kind}"
+            )
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         if self.training.row_length is not None and self.training.row_length < longest:
             raise ValueError(
                 f"training.row_length={self.training.row_length} is shorter than data.max_prompt_tokens + "
                 f"rollout.max_new_tokens = {longest}"
             )
-        if self.training.tokens_per_microbatch < (self.training.row_length or longest):
+        row = self.training.row_length or longest
+        if self.training.tokens_per_microbatch < row:
             raise ValueError(
-                f"training.tokens_per_microbatch={self.training.tokens_per_microbatch} does not hold one row of "
-                f"{self.training.row_length or longest} tokens"
+                f"training.tokens_per_microbatch={self.training.tokens_per_microbatch} does not hold one row: give at "
+                f"least {row} (training.row_length, or data.max_prompt_tokens + rollout.max_new_tokens)"
             )
         return self
