@@ -35,22 +35,23 @@ def tree_shardings(axes_tree: Tree, abstract_tree: Tree, rules: Rules, mesh: Mes
 
 
 def place(tree: Tree, shardings: Tree) -> Tree:
-    """The tree as arrays on `shardings`, whatever devices it is on now; values and dtypes are unchanged.
+    """The tree as arrays on `shardings`, whatever devices it is on now.
 
-    Host arrays (numpy, numbers) must be equal on every process; each device is handed only its own part. Device arrays
-    that already have the sharding share their buffers with the result: donating one deletes the other.
+    Host arrays (numpy, numbers) must be equal on every process; each device is handed only its own part, and 64-bit
+    types narrow to 32 unless `jax_enable_x64` is set. Device arrays that already have the sharding share their buffers
+    with the result: donating one deletes the other.
     """
     return jax.tree.map(_place, tree, shardings)
 
 
-def reshard(tree: Tree, shardings: Tree) -> Tree:
-    """The tree on other shardings of the same devices, by one compiled program; always new buffers.
+def reshard(tree: Tree, shardings: Tree, dtype: Any = None) -> Tree:
+    """The tree on other shardings of the same devices (and in another dtype), by one program; always new buffers.
 
     The program is compiled once for a set of shapes and shardings. Raises: ValueError when the devices differ (use
     `place`).
     """
     leaves, structure = jax.tree.flatten(shardings)
-    return _mover(tuple(leaves), structure)(tree)
+    return _mover(tuple(leaves), structure, dtype)(tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,5 +115,6 @@ def _place(leaf: Any, sharding: Sharding) -> jax.Array:
 
 
 @functools.lru_cache
-def _mover(shardings: tuple[Sharding, ...], structure: PyTreeDef) -> Callable[[Tree], Tree]:
-    return jax.jit(lambda tree: tree, out_shardings=jax.tree.unflatten(structure, shardings))
+def _mover(shardings: tuple[Sharding, ...], structure: PyTreeDef, dtype: Any) -> Callable[[Tree], Tree]:
+    cast = lambda x: x if dtype is None else x.astype(dtype)
+    return jax.jit(lambda tree: jax.tree.map(cast, tree), out_shardings=jax.tree.unflatten(structure, shardings))
