@@ -64,7 +64,7 @@ def _row(line: bytes, task: config.JsonlTask) -> Row:
 
 
 def _question(fields: Row, prompt_key: str) -> Row:
-    value = fields.get(prompt_key, fields.get("messages"))
+    value = fields.get("messages") if fields.get(prompt_key) is None else fields[prompt_key]
     if isinstance(value, str):
         return {"prompt": value}
     if isinstance(value, list) and value and all(map(_is_message, value)):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import string
 from collections.abc import Sequence
 
 from jaxrl_post import config
@@ -44,7 +43,6 @@ def load_task(task: config.ArithmeticTask | config.JsonlTask | config.ReasoningG
 def arithmetic(task: config.ArithmeticTask) -> Task:
     """Every pair of operands in [low, high]; pairs with (7a + 3b) divisible by 5 are held out, a fifth of them."""
     operands = range(task.low, task.high + 1)
-    _check_template(task.template)
     symbol, apply = OPERATIONS[task.operation]
     train: list[Row] = []
     held_out: list[Row] = []
@@ -57,20 +55,6 @@ def arithmetic(task: config.ArithmeticTask) -> Task:
             "(7a + 3b) divisible by 5 are held out: widen the range"
         )
     return Task(f"arithmetic {task.operation}", train, held_out)
-
-
-def _check_template(template: str) -> None:
-    """Raises unless the template formats, uses both operands, and asks for nothing but {a}, {op} and {b}."""
-    try:
-        fields = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
-        if not {"a", "b"} <= fields <= {"a", "op", "b"}:
-            raise ValueError(f"its fields are {sorted(fields)}")
-        template.format(a=1, op="+", b=1)
-    except (ValueError, LookupError) as error:
-        raise ValueError(
-            f"data.task.template={template!r}: {error}. It must use {{a}} and {{b}}, and may use {{op}}; "
-            "braces of its own are doubled"
-        ) from error
 
 
 def jsonl(task: config.JsonlTask) -> Task:

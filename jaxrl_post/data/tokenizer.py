@@ -60,7 +60,8 @@ class FolderTokenizer:
     Reads tokenizer.json and, where present, tokenizer_config.json, special_tokens_map.json, generation_config.json,
     config.json and chat_template.jinja (which goes before the template in tokenizer_config.json). `stop_ids` are the
     end-of-sequence ids of generation_config.json, config.json and tokenizer_config.json together; each may be an id,
-    a list, or a token's text. Truncation and padding kept in tokenizer.json are switched off.
+    a list, or a token's text. `adds_bos` is what the post-processor in
+    tokenizer.json does. Truncation and padding kept in tokenizer.json are switched off.
     Raises ValueError for missing or unreadable files and for special tokens outside the vocabulary, naming the file.
     """
 
@@ -82,10 +83,8 @@ class FolderTokenizer:
         sources = {"tokenizer_config.json": self._special, "generation_config.json": generation, "config.json": model}
         pad_id = self._one_id("pad", sources)
         self.pad_id = min(self.stop_ids, default=0) if pad_id is None else pad_id
-        # Post-processors put special tokens around any text, so they show on the empty one.
-        self.adds_bos = self.bos_id is not None and self._config.get(
-            "add_bos_token", self._tokenizer.encode("").ids[:1] == [self.bos_id]
-        )
+        # The post-processor puts special tokens around any text, so they show on the empty one.
+        self.adds_bos = self.bos_id is not None and self._tokenizer.encode("").ids[:1] == [self.bos_id]
 
     def encode(self, text: str, add_bos: bool = False) -> list[int]:
         return _with_bos(self, add_bos) + self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -1,0 +1,198 @@
+"""Graders: what scores, what is refused at the start, and what a broken grader says."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from jaxrl_post import config, rewards
+from jaxrl_post.data.tasks import load_task
+from jaxrl_post.rewards.gym import extract_answer
+from jaxrl_post.types import Prompt
+
+
+def score(reward_config, completions, rows):
+    prompts = [Prompt((1,), row.get("prompt", "q"), row) for row in rows]
+    return rewards.build(reward_config)(prompts, completions)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("3 + 4 = 7", "7", 1.0),
+        ("7 is 3 + 4", "7", 0.0),
+        ("The answer is 007.", 7, 1.0),
+        ("seven", "7", 0.0),
+        ("", "0", 0.0),
+        ("= -3", "-3", 1.0),
+        ("\u22123", "-3", 1.0),
+        ("= 3", "-3", 0.0),
+        ("10-7", "7", 1.0),
+        ("(1)-7", "7", 1.0),
+        ("answer:-7", "-7", 1.0),
+        ("-0", "0", 1.0),
+        ("1,234", "234", 1.0),
+        ("2.50", "50", 1.0),
+        ("٣", "3", 0.0),
+        ("9" * 5000, "9", 0.0),
+        ("<b>12</b>", " 12 ", 1.0),
+    ],
+)
+def test_last_number(completion, answer, expected):
+    assert score(config.LastNumberReward(), [completion], [{"answer": answer}]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"), [(" yes\n", "yes ", 1.0), ("Yes", "yes", 0.0), ("2", 2, 1.0), ("", "x", 0.0)]
+)
+def test_exact_match(completion, answer, expected):
+    assert score(config.ExactMatchReward(kind="exact_match"), [completion], [{"answer": answer}]) == [expected]
+
+
+def test_prompts_and_completions_are_aligned():
+    rows = [{"answer": str(n)} for n in range(4)]
+    assert score(config.LastNumberReward(), ["0", "2", "2", "0"], rows) == [1.0, 0.0, 1.0, 0.0]
+    assert score(config.LastNumberReward(), [], []) == []
+    with pytest.raises(ValueError, match="last_number: 4 prompts for 3 completions"):
+        score(config.LastNumberReward(), ["0", "1", "2"], rows)
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"prompt": "second"}, r"has no `answer` \(data\.task\.answer_key\); its keys are \['prompt'\]"),
+        ({"prompt": "second", "answer": None}, "answer=None, which is neither"),
+        ({"prompt": "second", "answer": True}, "answer=True, which is neither"),
+        ({"prompt": "second", "answer": "#### 7"}, "answer='#### 7', which is not an integer"),
+        ({"prompt": "second", "answer": 1.5}, "answer=1.5, which is not an integer"),
+    ],
+)
+def test_rows_that_cannot_be_graded_are_named_at_the_start(row, why):
+    reward = rewards.build(config.LastNumberReward())
+    with pytest.raises(ValueError, match=rf"reward last_number: row 1 \('second'\) .*{why}"):
+        reward.check_rows([{"prompt": "first", "answer": "-3"}, row])
+    reward.check_rows([{"prompt": "first", "answer": " 12"}, {"messages": [], "answer": 5}])
+
+
+def test_exact_match_takes_any_text_and_needs_an_answer():
+    reward = rewards.build(config.ExactMatchReward(kind="exact_match"))
+    reward.check_rows([{"answer": "#### 7"}, {"answer": 1.5}])
+    with pytest.raises(ValueError, match=r"exact_match: row 0 .*no `answer`"):
+        reward.check_rows([{"messages": [{"role": "user", "content": "q"}]}])
+
+
+def gym_task(dataset, **options):
+    return config.ReasoningGymTask(kind="reasoning_gym", dataset=dataset, size=4, held_out=1, options=options)
+
+
+def test_extract_answer_takes_the_last_complete_one():
+    assert extract_answer("<answer>1</answer> so <answer>\n2 </answer>!") == "2"
+    assert extract_answer("<answer>a <answer>3</answer> <answer>4") == "3"
+    assert extract_answer(" 5 ") == "5"
+
+
+def test_reasoning_gym_scores_and_threshold():
+    rows = list(load_task(gym_task("chain_sum"), seed=1).train)
+    binary = config.ReasoningGymReward(kind="reasoning_gym")
+    partial = config.ReasoningGymReward(kind="reasoning_gym", threshold=None)
+    rewards.build(binary).check_rows(rows)
+    right = rows[0]["answer"]
+    rambling = f"it is {right}"
+    texts = [f"I think <answer> {right} </answer>.", right, rambling, "none"]
+    assert score(binary, texts, [rows[0]] * 4) == [1.0, 1.0, 0.0, 0.0]
+    # The scorer pays len(answer) / len(text) where the answer is a part of the text.
+    assert score(partial, texts, [rows[0]] * 4) == [1.0, 1.0, pytest.approx(len(right) / len(rambling)), 0.0]
+
+
+def test_reasoning_gym_scorer_that_cannot_parse_scores_zero():
+    row = load_task(gym_task("prime_factorization"), seed=1).train[0]
+    reward = config.ReasoningGymReward(kind="reasoning_gym", threshold=None)
+    assert score(reward, ["hello", row["answer"]], [row, row]) == [0.0, 1.0]
+
+
+def test_reasoning_gym_needs_its_own_rows():
+    reward = rewards.build(config.ReasoningGymReward(kind="reasoning_gym"))
+    with pytest.raises(
+        ValueError, match=r"row 0 .*has no dataset, metadata, options: .*data\.task\.kind=reasoning_gym"
+    ):
+        reward.check_rows([{"prompt": "q", "answer": "3"}])
+
+
+@pytest.fixture
+def grader(tmp_path, monkeypatch):
+    """grader(body) -> config of a reward function with that body, in a module of its own."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(body, name="score"):
+        (tmp_path / "my_grader.py").write_text(f"def score(prompts, completions, rows):\n    {body}\n\nVALUE = 3\n")
+        sys.modules.pop("my_grader", None)
+        return config.FunctionReward(kind="function", function=f"my_grader:{name}")
+
+    yield make
+    sys.modules.pop("my_grader", None)
+
+
+ROWS = [{"prompt": "p0", "n": 1}, {"prompt": "p1", "n": 2}]
+
+
+def test_a_function_gets_aligned_lists(grader):
+    body = "return [len(p) + 10 * len(c) + 100 * r['n'] for p, c, r in zip(prompts, completions, rows)]"
+    assert score(grader(body), ["", "abc"], ROWS) == [102.0, 232.0]
+
+
+def test_numpy_scores_become_floats(grader):
+    scores = score(grader("import numpy as np; return np.asarray([True, False])"), ["a", "b"], ROWS)
+    assert scores == [1.0, 0.0]
+    assert all(type(s) is float for s in scores)
+    [half] = score(grader("import numpy as np; return np.full(1, 0.5, np.float32)"), ["a"], ROWS[:1])
+    assert half == np.float64(0.5)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [1.0]", "returned 1 scores for 2 completions"),
+        ("return [1.0, None]", r"sample 1 \('bb'\): returned None, not a finite number"),
+        ("return [float('nan'), 1]", r"sample 0 \('aa'\): returned nan"),
+        ("return [1, float('inf')]", r"sample 1 \('bb'\): returned inf"),
+        ("return ['1', 1]", r"sample 0 \('aa'\): returned '1'"),
+        ("return 1.0", "failed on a batch of 2: TypeError"),
+        ("raise KeyError('gone')", "failed on a batch of 2: KeyError: 'gone'"),
+    ],
+)
+def test_broken_functions_are_named(grader, body, message):
+    with pytest.raises(rewards.RewardError, match=f"reward my_grader:score.*{message}"):
+        score(grader(body), ["aa", "bb"], ROWS)
+
+
+def test_a_failing_grader_names_its_sample():
+    rows = [{"answer": "1"}, {}]
+    with pytest.raises(rewards.RewardError, match=r"reward last_number, sample 1 \('2'\): KeyError: 'answer'"):
+        score(config.LastNumberReward(), ["1", "2"], rows)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("no_such_module:f", "importing module 'no_such_module' failed: ModuleNotFoundError"),
+        ("my_grader:scores", "module 'my_grader' has no 'scores'; it has score"),
+        ("my_grader:VALUE", "'VALUE' is 3, not a plain function"),
+        ("jaxrl_post.rewards.match:last_number", r"must take \(prompts, completions, rows\), but has \(completion"),
+    ],
+)
+def test_functions_that_cannot_be_used_are_refused_at_the_start(grader, function, message):
+    grader("return []")
+    with pytest.raises(ValueError, match=rf"reward\.function='{function}': .*{message}"):
+        rewards.build(config.FunctionReward(kind="function", function=function))
+
+
+def test_a_module_that_fails_on_import(grader, tmp_path):
+    reward = grader("return []")
+    (tmp_path / "my_grader.py").write_text("import missing_dependency\n")
+    with pytest.raises(ValueError, match=r"importing module 'my_grader' failed: .*missing_dependency"):
+        rewards.build(reward)
+
+
+def test_digit_fraction():
+    reward = config.FunctionReward(kind="function", function="jaxrl_post.rewards.text:digit_fraction")
+    assert score(reward, ["12ab", "", "7"], [{}] * 3) == [0.5, 0.0, 1.0]
