@@ -1,0 +1,92 @@
+"""Log-probabilities of target tokens, with logits for a few targets at a time.
+
+Legend: B rows, T positions and M targets of a row, D width, V vocabulary, C chunk of targets, n chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxrl_post.models.decoder import Decoder
+from jaxrl_post.objectives.reductions import live
+
+
+def token_logprobs(
+    decoder: Decoder,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    segments_BT: jax.Array,
+    branches_BT: jax.Array,
+    source_BM: jax.Array,
+    target_BM: jax.Array,
+    mask_BM: jax.Array,
+    *,
+    temperature: float,
+    chunk: int,
+) -> tuple[jax.Array, jax.Array]:
+    """log softmax(z/temperature) at the targets and the entropy of that distribution, in nats; both float32 [B, M].
+
+    Arguments are the fields of one micro-batch of `types.TrainBatch`. The sampler divides by the same temperature, so
+    on policy the ratio to its log-probs is 1. Masked targets give exactly 0 in both and no gradient; the entropy
+    carries none at all. Raises: ValueError unless `temperature` and `chunk` are positive.
+    """
+    x_BTD = decoder.hidden(tokens_BT, positions_BT, segments_BT, branches_BT)
+    x_BMD = jnp.take_along_axis(x_BTD, source_BM[..., None], axis=1, mode="clip")
+    return chunked_logprobs(decoder.logits, x_BMD, target_BM, mask_BM, temperature=temperature, chunk=chunk)
+
+
+def chunked_logprobs(
+    logits: Callable[[jax.Array], jax.Array],
+    x_BMD: jax.Array,
+    target_BM: jax.Array,
+    mask_BM: jax.Array,
+    *,
+    temperature: float,
+    chunk: int,
+) -> tuple[jax.Array, jax.Array]:
+    """`target_stats` of logits(x), [B, C, V] at a time in both passes; chunks without live targets are not computed."""
+    if temperature <= 0 or chunk <= 0:
+        raise ValueError(f"temperature={temperature} and chunk={chunk} must both be positive")
+    B, M = target_BM.shape
+    chunk = min(chunk, M)
+
+    def split(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, ((0, 0), (0, -M % chunk)) + ((0, 0),) * (x.ndim - 2))
+        return jnp.moveaxis(padded.reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
+
+    def join(x_nBC: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x_nBC, 0, 1).reshape(B, -1)[:, :M]
+
+    def compute(x_BCD: jax.Array, target_BC: jax.Array, mask_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logp_BC, entropy_BC = target_stats(logits(x_BCD), target_BC, temperature)
+        return live(logp_BC, mask_BC), live(entropy_BC, mask_BC)
+
+    def skip(_x: jax.Array, _target: jax.Array, mask_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros(mask_BC.shape), jnp.zeros(mask_BC.shape)
+
+    @jax.checkpoint
+    def step(_: None, part: tuple[jax.Array, ...]) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        x_BCD, target_BC, mask_BC, any_live = part
+        return None, lax.cond(any_live, compute, skip, x_BCD, target_BC, mask_BC)
+
+    mask_nBC = split(mask_BM)
+    _, (logp_nBC, entropy_nBC) = lax.scan(
+        step, None, (split(x_BMD), split(target_BM), mask_nBC, mask_nBC.any(axis=(1, 2)))
+    )
+    return join(logp_nBC), join(entropy_nBC)
+
+
+def target_stats(logits_BCV: jax.Array, target_BC: jax.Array, temperature: float) -> tuple[jax.Array, jax.Array]:
+    """log softmax(z/temperature)[target] and the entropy (nats, no gradient), float32 [B, C]; logits may be −inf.
+
+    The target is picked by compare and sum: a gather would collect a vocabulary that is cut over devices.
+    """
+    logp_BCV = jax.nn.log_softmax(logits_BCV.astype(jnp.float32) / temperature, axis=-1)
+    ids_11V = jnp.arange(logits_BCV.shape[-1], dtype=target_BC.dtype)[None, None]
+    logp_BC = jnp.sum(jnp.where(target_BC[..., None] == ids_11V, logp_BCV, 0.0), axis=-1)
+    surprise_BCV = lax.stop_gradient(jnp.where(logp_BCV > -jnp.inf, -logp_BCV, 0.0))
+    return logp_BC, jnp.sum(jnp.exp(-surprise_BCV) * surprise_BCV, axis=-1)

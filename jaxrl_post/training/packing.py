@@ -1,0 +1,240 @@
+"""From trajectories to the packed rows of one optimizer update; numpy on the host, shapes known before any data.
+
+Legend: A micro-batches, B rows of a micro-batch, T token positions and M target tokens of a row, N trajectories.
+
+A row is filled with blocks. A block is one copy of a prompt with responses to it, its size is prompt + responses in
+tokens. A response's last token is a target but no input, since nothing is predicted from it; its column stays free,
+so a row never has more targets than columns and one capacity, T, bounds both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl_post.objectives.reductions import token_weights
+from jaxrl_post.types import TrainBatch, Trajectory
+
+ROW_MULTIPLE = 32
+LONGEST_GROUP_ROW = 1024  # attention is quadratic in the row, so longer groups are split over rows
+POSITION_FIELDS = ("tokens", "positions", "segments", "branches")
+FIELD_DTYPES = dict.fromkeys((*POSITION_FIELDS, "source", "target", "sequence"), np.int32) | {"mask": np.bool_}
+
+
+@dataclasses.dataclass(frozen=True)
+class PackShape:
+    """Static shapes of one optimizer update: up to `micro_batches` of `rows` × `length` positions and `targets`.
+
+    `rows` are cut over `batch_shards` devices.
+    """
+
+    rows: int
+    length: int
+    targets: int
+    micro_batches: int
+    batch_shards: int = 1
+
+
+class PackReport(NamedTuple):
+    """What `pack` did: sequences put into rows and left out, rows, target tokens, share of positions that are live."""
+
+    sequences: int
+    left_out: int
+    rows: int
+    targets: int
+    occupancy: float
+
+
+class Block(NamedTuple):
+    """One copy of a prompt and the trajectories (by index) that continue it; `size` in tokens."""
+
+    members: tuple[int, ...]
+    size: int
+
+
+def pack_shape(
+    *,
+    max_prompt: int,
+    max_new_tokens: int,
+    samples_per_prompt: int,
+    prompts: int,
+    tokens_per_microbatch: int,
+    row_length: int | None = None,
+    share_prefix: bool = True,
+    batch_shards: int = 1,
+) -> PackShape:
+    """Shapes from configuration alone, so that one program serves every update and no data can exceed them.
+
+    `prompts` are those of one optimizer update, `tokens_per_microbatch` is per device. A null `row_length` becomes a
+    multiple of 32 (or `tokens_per_microbatch`, if less) that holds a whole group when prefixes are shared and that
+    takes at most 1024 positions, else one sample. `micro_batches` is enough for full-length samples however they fall:
+    best fit opens a row only when all others are too full for the block.
+
+    Raises: ValueError when one sample does not fit a row or a row does not fit `tokens_per_microbatch`.
+    """
+    group, groups = (samples_per_prompt, prompts) if share_prefix else (1, prompts * samples_per_prompt)
+    sample, whole = max_prompt + max_new_tokens, max_prompt + group * max_new_tokens
+    length = row_length or _row_length(sample, whole, tokens_per_microbatch)
+    if not sample <= length <= tokens_per_microbatch:
+        raise ValueError(
+            f"a row of {length} positions must hold max_prompt_tokens + max_new_tokens = {sample} and fit "
+            f"training.tokens_per_microbatch={tokens_per_microbatch}: change training.row_length or that budget"
+        )
+    block_samples = min(group, (length - max_prompt) // max_new_tokens)
+    rows_needed = math.ceil(groups * math.ceil(group / block_samples) / (length // min(whole, length)))
+    per_shard = min(tokens_per_microbatch // length, math.ceil(rows_needed / batch_shards))
+    rows = per_shard * batch_shards
+    return PackShape(rows, length, length, math.ceil(rows_needed / rows), batch_shards)
+
+
+def pack(
+    trajectories: Sequence[Trajectory],
+    shape: PackShape,
+    *,
+    aggregation: str,
+    scale_length: float | None = None,
+    share_prefix: bool = True,
+    keep_all: bool = False,
+) -> tuple[TrainBatch, int, PackReport]:
+    """The rows of one optimizer update, how many leading micro-batches hold any (0: nothing to learn), and a report.
+
+    Weights come from the token counts of every trajectory with `train`; of these, trajectories with advantage 0 are
+    left out of the rows, as their loss and gradient are 0, unless `keep_all` (they matter once there is a KL loss).
+    `old_logp` and `rollout_logp` are the sampler's log-probs, `ref_logp` is 0. Rows with similar numbers of targets
+    go into the same micro-batch, dealt evenly to the shards, so that chunks without live targets can be skipped.
+
+    Raises: ValueError when a trajectory has no prompt, does not fit a row, or all do not fit `shape`; or as
+    `objectives.reductions.token_weights`.
+    """
+    lengths_N = np.array([len(t.response_ids) if t.train else 0 for t in trajectories])
+    weights_N = token_weights(lengths_N, aggregation, scale_length)
+    kept = [i for i, t in enumerate(trajectories) if lengths_N[i] and (keep_all or t.advantage != 0)]
+    blocks = _blocks(trajectories, kept, shape.length, share_prefix)
+    rows = [[blocks[b] for b in row] for row in best_fit([block.size for block in blocks], shape.length)]
+    if len(rows) > shape.micro_batches * shape.rows:
+        raise ValueError(
+            f"{len(kept)} sequences need {len(rows)} rows, {shape} has {shape.micro_batches * shape.rows}: "
+            "pack fewer prompts into one update or raise `prompts` of pack_shape"
+        )
+    targets = [sum(int(lengths_N[i]) for block in row for i in block.members) for row in rows]
+    batch = empty_batch(shape)
+    for (a, b), row in zip(_places(targets, shape), rows, strict=True):
+        _write_row(TrainBatch(*(field[a, b] for field in batch)), row, trajectories, weights_N)
+    n_micro = math.ceil(len(rows) / shape.rows)
+    positions = max(n_micro * shape.rows * shape.length, 1)
+    occupancy = np.count_nonzero(batch.segments) / positions
+    return batch, n_micro, PackReport(len(kept), len(trajectories) - len(kept), len(rows), sum(targets), occupancy)
+
+
+def empty_batch(shape: PackShape) -> TrainBatch:
+    """A batch of padding, all zeros; it has every field's shape and dtype."""
+    widths = (shape.length if name in POSITION_FIELDS else shape.targets for name in TrainBatch._fields)
+    dtypes = (FIELD_DTYPES.get(name, np.float32) for name in TrainBatch._fields)
+    outer = (shape.micro_batches, shape.rows)
+    return TrainBatch(*(np.zeros((*outer, width), dtype) for width, dtype in zip(widths, dtypes, strict=True)))
+
+
+def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of `sizes` in bins: largest first, each into the fullest bin that has room (best-fit decreasing)."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        fitting = [b for b, free in enumerate(room) if free >= sizes[i]]
+        if not fitting:
+            bins.append([])
+            room.append(capacity)
+            fitting = [len(bins) - 1]
+        best = min(fitting, key=room.__getitem__)
+        bins[best].append(i)
+        room[best] -= sizes[i]
+    return bins
+
+
+def _row_length(sample: int, whole: int, tokens_per_microbatch: int) -> int:
+    need = whole if whole <= min(LONGEST_GROUP_ROW, tokens_per_microbatch) else sample
+    return min(math.ceil(need / ROW_MULTIPLE) * ROW_MULTIPLE, max(tokens_per_microbatch, need))
+
+
+def _blocks(trajectories: Sequence[Trajectory], kept: list[int], capacity: int, share_prefix: bool) -> list[Block]:
+    groups: dict[object, list[int]] = {}
+    for i in kept:
+        _check_fits(i, trajectories[i], capacity)
+        groups.setdefault((trajectories[i].group, trajectories[i].prompt_ids) if share_prefix else i, []).append(i)
+    blocks = []
+    for members in groups.values():
+        prompt = len(trajectories[members[0]].prompt_ids)
+        lengths = [len(trajectories[i].response_ids) for i in members]
+        for part in best_fit(lengths, capacity - prompt):
+            blocks.append(Block(tuple(members[j] for j in part), prompt + sum(lengths[j] for j in part)))
+    return blocks
+
+
+def _check_fits(index: int, trajectory: Trajectory, capacity: int) -> None:
+    prompt, response = len(trajectory.prompt_ids), len(trajectory.response_ids)
+    if prompt == 0:
+        raise ValueError(
+            f"trajectory {index} has an empty prompt: its first token has no position to be predicted from"
+        )
+    if prompt + response > capacity:
+        raise ValueError(
+            f"trajectory {index} has {prompt} prompt and {response} response tokens, a row holds {capacity}: "
+            "raise training.row_length, or max_prompt and max_new_tokens of pack_shape"
+        )
+
+
+def _places(targets: list[int], shape: PackShape) -> list[tuple[int, int]]:
+    """(micro-batch, row) of each packed row."""
+    per_shard = shape.rows // shape.batch_shards
+    places = [(0, 0)] * len(targets)
+    for rank, row in enumerate(sorted(range(len(targets)), key=lambda i: -targets[i])):
+        micro, inside = divmod(rank, shape.rows)
+        turn, shard = divmod(inside, shape.batch_shards)
+        if turn % 2:  # back and forth, so that no shard always gets the longer row
+            shard = shape.batch_shards - 1 - shard
+        places[row] = micro, shard * per_shard + turn
+    return places
+
+
+def _write_row(
+    row: TrainBatch, blocks: Sequence[Block], trajectories: Sequence[Trajectory], weights_N: np.ndarray
+) -> None:
+    column = target = sequence = 0
+    for segment, block in enumerate(blocks, start=1):
+        prompt = trajectories[block.members[0]].prompt_ids
+        trunk_end = _write_columns(row, column, prompt, 0, segment, 0)
+        column = trunk_end
+        for branch, i in enumerate(block.members, start=1):
+            response = trajectories[i].response_ids
+            source = np.concatenate([[trunk_end - 1], np.arange(column, column + len(response) - 1)])
+            _write_targets(row, target, source, sequence, trajectories[i], weights_N[i])
+            column = _write_columns(row, column, response[:-1], len(prompt), segment, branch)
+            target, sequence = target + len(response), sequence + 1
+
+
+def _write_columns(
+    row: TrainBatch, start: int, ids: Sequence[int] | np.ndarray, position: int, segment: int, branch: int
+) -> int:
+    columns = slice(start, start + len(ids))
+    row.tokens[columns] = ids
+    row.positions[columns] = np.arange(position, position + len(ids))
+    row.segments[columns] = segment
+    row.branches[columns] = branch
+    return columns.stop
+
+
+def _write_targets(
+    row: TrainBatch, start: int, source: np.ndarray, sequence: int, trajectory: Trajectory, weight: float
+) -> None:
+    live = slice(start, start + len(source))
+    row.source[live] = source
+    row.target[live] = trajectory.response_ids
+    row.sequence[live] = sequence
+    row.mask[live] = True
+    row.weight[live] = weight
+    row.advantage[live] = trajectory.advantage
+    row.old_logp[live] = trajectory.logp
+    row.rollout_logp[live] = trajectory.logp

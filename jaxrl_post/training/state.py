@@ -1,0 +1,64 @@
+"""What training carries from update to update, and where it lives on the mesh."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_post.training.optimizer import Optimizer
+from sharding.placement import place, tree_shardings
+from sharding.rules import TRAIN, Rules
+
+Tree = Any
+
+
+class TrainState(NamedTuple):
+    """`params` nested dict of arrays; `opt_state` optax's, moments in float32; `step` int32, calls of the update."""
+
+    params: Tree
+    opt_state: Tree
+    step: Any
+
+
+def init_state(params: Tree, optimizer: Optimizer, shardings: TrainState) -> TrainState:
+    """Fresh optimizer state around `params`, placed by `state_shardings`; moments are born sharded.
+
+    Parameters already in place are shared, not copied: an update that donates the state deletes the caller's arrays.
+    """
+    params = place(params, shardings.params)
+    opt_state = jax.jit(_init_moments(optimizer), out_shardings=shardings.opt_state)(params)
+    return TrainState(params, opt_state, place(jnp.int32(0), shardings.step))
+
+
+def abstract_state(params: Tree, optimizer: Optimizer) -> TrainState:
+    """Shapes and dtypes of the state of abstract (or real) `params`; nothing is allocated."""
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
+    return TrainState(shapes, jax.eval_shape(_init_moments(optimizer), shapes), jax.ShapeDtypeStruct((), jnp.int32))
+
+
+def state_shardings(params: Tree, axes: Tree, optimizer: Optimizer, mesh: Mesh, rules: Rules = TRAIN) -> TrainState:
+    """A `NamedSharding` for each array of `abstract_state`: moments as their parameter, counters on every device.
+
+    `params` and `axes` are those of `models.decoder.abstract`. Which leaves of the optimizer's state belong to which
+    parameter is optax's own knowledge. Raises: ValueError as `sharding.placement.tree_shardings`.
+    """
+    state = abstract_state(params, optimizer)
+    by_param = tree_shardings(axes, state.params, rules, mesh)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    opt_state = optax.tree_map_params(
+        optimizer.transform.init,
+        lambda _, sharding: sharding,
+        state.opt_state,
+        by_param,
+        transform_non_params=lambda _: everywhere,
+    )
+    return TrainState(by_param, opt_state, everywhere)
+
+
+def _init_moments(optimizer: Optimizer) -> Any:
+    """optax's init on float32 copies: moments keep full precision whatever the weights' dtype."""
+    return lambda params: optimizer.transform.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))

@@ -1,0 +1,150 @@
+"""The update step: one XLA program from packed micro-batches to new parameters. And scoring, its forward half.
+
+Legend: A micro-batches (the most there can be), B rows, T positions and M targets of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_post.training.logprobs import token_logprobs
+from jaxrl_post.training.loss import Scalars, Tally, TokenLoss, combine, summarize
+from jaxrl_post.training.optimizer import Optimizer, clip
+from jaxrl_post.training.packing import POSITION_FIELDS, PackShape, empty_batch
+from jaxrl_post.training.state import TrainState
+from jaxrl_post.types import TrainBatch
+from sharding.placement import tree_shardings
+from sharding.rules import TRAIN, Rules
+
+Tree = Any
+Update = Callable[[TrainState, TrainBatch, Any], tuple[TrainState, Scalars]]
+Score = Callable[[Tree, TrainBatch, Any], jax.Array]
+LossAndGrad = Callable[[Tree, TrainBatch], tuple[Tree, Tally]]
+
+
+def make_update(
+    graphdef: nnx.GraphDef,
+    optimizer: Optimizer,
+    token_loss: TokenLoss,
+    *,
+    temperature: float,
+    chunk: int,
+    shardings: TrainState,
+    batch_shardings: TrainBatch,
+) -> Update:
+    """A jitted `update(state, batch, n_micro) -> (state, metrics)`; the state is donated.
+
+    Gradients of the first `n_micro` (int32) micro-batches add up in float32; the weights in the batch already make
+    their sum the gradient of the whole update. With `n_micro` 0 or a gradient norm that is not finite, parameters and
+    moments stay as they are; `step`, and with it the learning-rate schedule, advances in any case.
+    Metrics are float32 scalars under verl's names: those of `loss.summarize`, `actor/grad_norm` (before clipping),
+    `actor/lr`, `actor/skipped_update` (1 when the norm was not finite).
+    """
+
+    def micro_loss(params: Tree, micro: TrainBatch) -> tuple[jax.Array, Tally]:
+        logp_BM, entropy_BM = _logprobs(graphdef, params, micro, temperature, chunk)
+        return token_loss(logp_BM, entropy_BM, micro)
+
+    def gradient(params: Tree, micro: TrainBatch) -> tuple[Tree, Tally]:
+        grads, tally = jax.grad(micro_loss, has_aux=True)(params, micro)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return lax.with_sharding_constraint(grads, shardings.params), tally
+
+    def update(state: TrainState, batch: TrainBatch, n_micro: jax.Array) -> tuple[TrainState, Scalars]:
+        grads, tally = accumulate(gradient, state.params, batch, n_micro)
+        state, metrics = apply_gradients(optimizer, state, grads, n_micro > 0)
+        return state, summarize(tally) | metrics
+
+    everywhere = NamedSharding(shardings.step.mesh, PartitionSpec())
+    return jax.jit(
+        update,
+        donate_argnums=0,
+        in_shardings=(shardings, batch_shardings, everywhere),
+        out_shardings=(shardings, everywhere),
+    )
+
+
+def make_score(
+    graphdef: nnx.GraphDef, *, temperature: float, chunk: int, params_shardings: Tree, batch_shardings: TrainBatch
+) -> Score:
+    """A jitted `score(params, batch, n_micro) -> logp` float32 [A, B, M], 0 at dead targets: π_old or π_ref."""
+
+    def score(params: Tree, batch: TrainBatch, n_micro: jax.Array) -> jax.Array:
+        def body(i: jax.Array, logp_ABM: jax.Array) -> jax.Array:
+            logp_BM, _ = _logprobs(graphdef, params, _micro(batch, i), temperature, chunk)
+            return lax.dynamic_update_index_in_dim(logp_ABM, logp_BM, i, axis=0)
+
+        return lax.fori_loop(0, n_micro, body, jnp.zeros(batch.target.shape))
+
+    everywhere = NamedSharding(batch_shardings.target.mesh, PartitionSpec())
+    return jax.jit(
+        score, in_shardings=(params_shardings, batch_shardings, everywhere), out_shardings=batch_shardings.old_logp
+    )
+
+
+def batch_shardings(shape: PackShape, mesh: Mesh, rules: Rules = TRAIN) -> TrainBatch:
+    """Rows over the batch axes, positions over `sequence`; micro-batches and targets whole.
+
+    Raises: ValueError when rows or positions do not divide.
+    """
+    widths = ("length" if name in POSITION_FIELDS else None for name in TrainBatch._fields)
+    axes = TrainBatch(*((None, "batch", width) for width in widths))
+    return tree_shardings(axes, empty_batch(shape), rules, mesh)
+
+
+def accumulate(gradient: LossAndGrad, params: Tree, batch: TrainBatch, n_micro: jax.Array) -> tuple[Tree, Tally]:
+    """Gradients and tallies of the first `n_micro` micro-batches, added up in a loop that nothing differentiates."""
+
+    def body(i: jax.Array, carry: tuple[Tree, Tally]) -> tuple[Tree, Tally]:
+        grads, tally = gradient(params, _micro(batch, i))
+        return jax.tree.map(jnp.add, carry[0], grads), combine(carry[1], tally)
+
+    shapes = jax.eval_shape(gradient, params, _micro(batch, jnp.int32(0)))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return lax.fori_loop(0, n_micro, body, zeros)
+
+
+def apply_gradients(
+    optimizer: Optimizer, state: TrainState, grads: Tree, has_signal: jax.Array
+) -> tuple[TrainState, Scalars]:
+    """Clip, transform, move the parameters by the scheduled rate; kept as they were without signal or finite norm."""
+    grads, norm = clip(grads, optimizer.max_grad_norm)
+    rate = optimizer.learning_rate(state.step)
+    changes, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
+    params = jax.tree.map(lambda p, u: (p.astype(jnp.float32) - rate * u).astype(p.dtype), state.params, changes)
+    finite = jnp.isfinite(norm)
+    keep = lambda new, old: jax.tree.map(lambda x, y: jnp.where(finite & has_signal, x, y), new, old)
+    metrics = {
+        "actor/grad_norm": norm,
+        "actor/lr": rate,
+        "actor/skipped_update": 1.0 - finite.astype(jnp.float32),
+    }
+    return TrainState(keep(params, state.params), keep(opt_state, state.opt_state), state.step + 1), metrics
+
+
+def _micro(batch: TrainBatch, i: jax.Array) -> TrainBatch:
+    return TrainBatch(*(lax.dynamic_index_in_dim(field, i, axis=0, keepdims=False) for field in batch))
+
+
+def _logprobs(
+    graphdef: nnx.GraphDef, params: Tree, micro: TrainBatch, temperature: float, chunk: int
+) -> tuple[jax.Array, jax.Array]:
+    return token_logprobs(
+        nnx.merge(graphdef, params),
+        micro.tokens,
+        micro.positions,
+        micro.segments,
+        micro.branches,
+        micro.source,
+        micro.target,
+        micro.mask,
+        temperature=temperature,
+        chunk=chunk,
+    )
