@@ -6,8 +6,8 @@ counts. On disk the arrays are a flat map from tree path to array: the tree that
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,9 @@ class Checkpointer:
         flat = _flatten(arrays)
         for path, leaf in flat.items():
             _check_savable(path, leaf)
-        _check_json(host)
+        if not isinstance(host, dict):
+            raise ValueError(f"host={host!r}: expected a dict")
+        _check_json(host, "host")
         self.wait()
         newest = max(self._steps(), default=-1)
         if step <= newest or step < 0:
@@ -154,13 +156,17 @@ def _check_savable(path: str, leaf: Any) -> None:
         raise ValueError(f"{path}: the array {state}; there is nothing to save")
 
 
-def _check_json(host: dict[str, Any]) -> None:
-    try:
-        copy = json.loads(json.dumps(host, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"host state is not JSON: {error}") from error
-    if not isinstance(host, dict) or copy != host:
-        raise ValueError(f"host state changes in JSON (string keys and lists only): {host!r} comes back as {copy!r}")
+def _check_json(value: Any, path: str) -> None:
+    """Refuse what JSON cannot hold or would give back as something else (a tuple, a number as key, nan)."""
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        entries = value.items()
+    elif isinstance(value, list):
+        entries = enumerate(value)
+    elif not (value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))):
+        raise ValueError(f"{path}={value!r}: expected null, a string, finite number, list or dict with string keys")
+    for key, entry in entries:
+        _check_json(entry, f"{path}.{key}")
 
 
 def _check_same(wanted: dict[str, Any], saved: dict[str, Any], partial: bool) -> None:
@@ -176,13 +182,7 @@ def _check_same(wanted: dict[str, Any], saved: dict[str, Any], partial: bool) ->
                 f"{tuple(ours.shape)} {ours.dtype} was asked for"
             )
     if faults:
-        raise ValueError(_listing("the checkpoint is of another model or optimizer", sorted(faults)))
-
-
-def _listing(what: str, faults: Iterable[str], limit: int = 8) -> str:
-    faults = list(faults)
-    more = [f"and {len(faults) - limit} more"] if len(faults) > limit else []
-    return "\n  ".join([f"{what}:", *faults[:limit], *more])
+        raise ValueError("\n  ".join([f"{len(faults)} arrays differ from the checkpoint:", *sorted(faults)[:8]]))
 
 
 def _restore_args(path: str, leaf: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
