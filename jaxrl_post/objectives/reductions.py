@@ -68,7 +68,7 @@ def _member_BST(mask_BT: jax.Array, sequence_BT: jax.Array | None, num_sequences
         if num_sequences != 1:
             raise ValueError(f"num_sequences={num_sequences} needs sequence_BT; without it a row is one sequence")
         return mask_BT[:, None, :]
-    ids_S = jnp.arange(num_sequences, dtype=sequence_BT.dtype)
+    ids_S = jnp.arange(num_sequences)
     return mask_BT[:, None, :] & (sequence_BT[:, None, :] == ids_S[None, :, None])
 
 
@@ -95,6 +95,14 @@ def sequence_mean(
     """Mean over the live tokens of every sequence, float32 [B, S]; 0 for a sequence without any."""
     length_BS = sequence_length(mask_BT, sequence_BT, num_sequences)
     return sequence_sum(x_BT, mask_BT, sequence_BT, num_sequences) / jnp.maximum(length_BS, 1.0)
+
+
+def sequence_max(
+    x_BT: jax.Array, mask_BT: jax.Array, sequence_BT: jax.Array | None = None, num_sequences: int = 1
+) -> jax.Array:
+    """Largest live token of every sequence, float32 [B, S]; -inf for a sequence without any."""
+    member_BST = _member_BST(mask_BT, sequence_BT, num_sequences)
+    return jnp.max(jnp.where(member_BST, live(x_BT, mask_BT)[:, None, :], -jnp.inf), axis=-1)
 
 
 def spread(x_BS: jax.Array, mask_BT: jax.Array, sequence_BT: jax.Array | None = None) -> jax.Array:
