@@ -111,7 +111,8 @@ def _place(leaf: Any, sharding: Sharding) -> jax.Array:
     if isinstance(leaf, jax.Array):
         return jax.device_put(leaf, sharding)
     host = np.asarray(leaf)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    # A copy, since the CPU backend may keep reading the memory it is handed.
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index].copy())
 
 
 @functools.lru_cache

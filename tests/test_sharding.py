@@ -120,7 +120,10 @@ def test_place_cuts_host_arrays_and_moves_device_arrays():
 
 def test_placed_arrays_keep_dtype_and_do_not_follow_later_writes_to_the_host():
     mesh = make_mesh({"data": 8})
-    host = np.ones((8, 4096), jnp.bfloat16)
+    memory = np.zeros(8 * 4096 * 2 + 64, np.uint8)
+    start = -memory.ctypes.data % 64  # aligned memory is what the CPU backend would use in place
+    host = memory[start : start + 8 * 4096 * 2].view(jnp.bfloat16).reshape(8, 4096)
+    host[:] = 1
     for spec in (P("data"), P()):
         array = place(host, NamedSharding(mesh, spec))
         host[:] = 2
@@ -150,6 +153,12 @@ def test_reshard_leaves_its_input_alone():
     moved = reshard(tree, first)
     jax.jit(lambda t: jax.tree.map(lambda x: x + 1, t), donate_argnums=0)(tree)
     np.testing.assert_array_equal(moved["w"], np.ones((8, 4)))
+
+
+def test_reshard_refuses_other_devices():
+    first, _, third = layouts()
+    with pytest.raises(ValueError, match="devices"):
+        reshard(place({"w": np.ones((8, 4), np.float32), "n": np.float32(0)}, first), third)
 
 
 def test_bytes_per_device_against_the_arrays_themselves():
