@@ -13,9 +13,9 @@ CHATML = """\
 {% for message in messages %}
 {{ '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>' + '\n' }}
 {% endfor %}
-{% if add_generation_prompt %}
+    {% if add_generation_prompt %}
 {{ '<|im_start|>assistant\n' }}
-{% endif %}
+    {% endif %}
 """
 TOOLS = """\
 {%- if tools %}
