@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,9 @@ def _text(path: Path) -> str:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise RecipeError(f"no recipe at {path}") from None
+        near = get_close_matches(path.name, [other.name for other in path.parent.glob("*.y*ml")], n=1)
+        meant = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise RecipeError(f"no recipe at {path}{meant}") from None
     except (OSError, ValueError) as error:
         raise RecipeError(f"{path}: cannot be read ({error})") from None
     if len(data) > MAX_BYTES:
