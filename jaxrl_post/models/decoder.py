@@ -139,14 +139,14 @@ class Decoder(nnx.Module):
         S, C = tokens_S.shape[0], cache.k.shape[3]
         cos, sin = rope.phases(self.config, positions_S[:, None])
         mask_S1C = jnp.arange(C)[None, None] <= positions_S[:, None, None]
-        slot_S1, head_1K = jnp.arange(S)[:, None], jnp.arange(self.config.kv_heads)[None]
+        slot_S = jnp.arange(S)
 
         def layer(
             carry: tuple[jax.Array, Cache, jax.Array], w: Layer
         ) -> tuple[tuple[jax.Array, Cache, jax.Array], None]:
             x_S1D, cache, i = carry
             q, k, v = self._qkv(w, x_S1D, cos, sin)
-            write = lambda old, new: old.at[i, slot_S1, head_1K, positions_S[:, None]].set(new[:, 0], mode="drop")
+            write = lambda old, new: old.at[i, slot_S, :, positions_S].set(new[:, 0], mode="drop")
             cache = Cache(write(cache.k, k), write(cache.v, v))
             x_S1D = self._finish(w, x_S1D, attend(q, cache.k[i], cache.v[i], mask_S1C))
             return (x_S1D, cache, i + 1), None

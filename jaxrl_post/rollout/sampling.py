@@ -17,8 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-BLOCK = 256
-
 
 class Sampling(NamedTuple):
     """Options of each request, [S]: temperature float32 (0 greedy), top_k int32 (0 all), top_p float32 (1 all)."""
@@ -82,22 +80,29 @@ def inverse_cdf(mass_SV: jax.Array, uniform_S2: jax.Array) -> tuple[jax.Array, j
     """Token with probability mass / total, int32 [S], and the total, float32 [S]. A token without mass never comes.
 
     The first uniform chooses a block of the vocabulary, the second a token in it, so that tokens rarer than the
-    resolution of one float32 uniform can still be drawn.
+    resolution of one float32 uniform can still be drawn. Blocks depend on V alone, so every mesh draws alike, and as
+    their number is a power of two, a vocabulary cut over devices is cut between blocks.
     """
     S, V = mass_SV.shape
-    mass_SKB = jnp.pad(mass_SV, ((0, 0), (0, -V % BLOCK))).reshape(S, -1, BLOCK)
-    block_S, total_S = _first_above(mass_SKB.sum(axis=-1), uniform_S2[:, 0])
+    mass_SKB = mass_SV.reshape(S, blocks(V), -1)
+    mass_SK = mass_SKB.sum(axis=-1)
+    # A running sum by a product with a triangle: over devices it becomes one all-reduce of K numbers a row.
+    running_SK = jnp.matmul(mass_SK, jnp.triu(jnp.ones((blocks(V),) * 2)), precision=lax.Precision.HIGHEST)
+    block_S = _first_above(running_SK, uniform_S2[:, 0])
     inside_SB = jnp.take_along_axis(mass_SKB, block_S[:, None, None], axis=1)[:, 0]
-    offset_S, _ = _first_above(inside_SB, uniform_S2[:, 1])
-    return block_S * BLOCK + offset_S, total_S
+    offset_S = _first_above(jnp.cumsum(inside_SB, axis=-1), uniform_S2[:, 1])
+    return block_S * (V // blocks(V)) + offset_S, running_SK[:, -1]
 
 
-def _first_above(mass_SX: jax.Array, uniform_S: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First index whose running sum exceeds uniform · total; its own mass is above 0 by construction."""
-    running_SX = jnp.cumsum(mass_SX, axis=-1)
-    total_S = running_SX[:, -1]
-    index_S = (running_SX <= (uniform_S * total_S)[:, None]).sum(axis=-1)
-    return jnp.minimum(index_S, mass_SX.shape[1] - 1).astype(jnp.int32), total_S
+def blocks(V: int) -> int:
+    """The largest power of two up to 512 that divides V."""
+    return min(V & -V, 512)
+
+
+def _first_above(running_SX: jax.Array, uniform_S: jax.Array) -> jax.Array:
+    """First index whose running sum exceeds uniform · total, int32 [S]; its own mass is above 0 by construction."""
+    index_S = (running_SX <= uniform_S[:, None] * running_SX[:, -1:]).sum(axis=-1)
+    return jnp.minimum(index_S, running_SX.shape[1] - 1).astype(jnp.int32)
 
 
 def keep_top_k(scores_SV: jax.Array, k_S: jax.Array) -> jax.Array:

@@ -1,0 +1,148 @@
+"""What a run needs before its first step, built from the config: tokenizer, tasks, mesh, model and its parameters.
+
+Everything a user can get wrong is checked here, cheapest first, before any device holds a weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxrl_post import rewards
+from jaxrl_post.config import Config, RandomModel
+from jaxrl_post.data.prompts import prepare
+from jaxrl_post.data.tasks import load_task
+from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.decoder import Decoder, Params, abstract, split
+from jaxrl_post.models.huggingface import load_params, read_config
+from jaxrl_post.models.zoo import resolve
+from jaxrl_post.rewards.reward import Reward
+from jaxrl_post.types import Prompt
+from sharding.mesh import AXES, make_mesh, resolve_sizes
+from sharding.placement import Tree, reshard, tree_shardings
+from sharding.rules import ROLLOUT, TRAIN
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The fixed parts of a run; nothing in it changes from step to step."""
+
+    config: Config
+    folder: Path | None
+    """Of the model's files; None for a random model."""
+    model: ModelConfig
+    graphdef: nnx.GraphDef
+    abstract_params: Params
+    axes: Tree
+    mesh: Mesh
+    tokenizer: Tokenizer
+    reward: Reward
+    train_prompts: list[Prompt]
+    held_out: list[Prompt]
+    task_name: str
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return self.tokenizer.stop_ids | set(self.config.rollout.stop_token_ids)
+
+    @property
+    def prompt_width(self) -> int:
+        """Columns for prompts, one for the whole run: the longest prompt there is, up to a multiple of 8."""
+        longest = max(len(prompt.ids) for prompt in (*self.train_prompts, *self.held_out))
+        return -(-longest // 8) * 8
+
+    def shardings(self, rules: str) -> Tree:
+        return tree_shardings(self.axes, self.abstract_params, {"train": TRAIN, "rollout": ROLLOUT}[rules], self.mesh)
+
+
+def build(config: Config) -> Job:
+    """Raises ValueError or FileNotFoundError for whatever the config asks for that cannot be had."""
+    folder = None if config.model.path is None else resolve(config.model.path)
+    tokenizer = load_tokenizer(folder)
+    task = load_task(config.data.task, config.seed)
+    for line in task.dropped:
+        log.warning("skipped %s", line)
+    train_prompts, report = prepare(task.train, tokenizer, config.data, "data.task")
+    if report.too_long:
+        log.warning("%d of %d prompts are over data.max_prompt_tokens and were dropped", report.too_long, report.rows)
+    held_out = prepare(task.held_out, tokenizer, config.data, "held-out rows")[0] if task.held_out else []
+    held_out = held_out[: config.evaluation.max_prompts]
+    reward = rewards.build(config.reward)
+    reward.check_rows([prompt.row for prompt in (*train_prompts, *held_out)])
+    model = model_config(config, folder, tokenizer.vocab_size)
+    _check_positions(config, model)
+    sizes = resolve_sizes(
+        {axis: getattr(config.mesh, axis) for axis in AXES}, jax.device_count(), config.mesh.allow_unused_devices
+    )
+    graphdef, abstract_params, axes = abstract(model)
+    job = Job(
+        config, folder, model, graphdef, abstract_params, axes, make_mesh(sizes), tokenizer, reward, train_prompts,
+        held_out, task.name,
+    )  # fmt: skip
+    job.shardings("train"), job.shardings("rollout")  # refuse sizes that do not divide before anything is loaded
+    return job
+
+
+def model_config(config: Config, folder: Path | None, vocab_size: int) -> ModelConfig:
+    """The decoder's shape from its folder or `model.random`, with this run's dtypes and remat policy."""
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    shape = (
+        read_config(folder) if folder is not None else random_config(config.model.random or RandomModel(), vocab_size)
+    )
+    numerics = {"dtype": dtype, "param_dtype": config.model.param_dtype, "remat": config.model.remat}
+    return dataclasses.replace(shape, **numerics)
+
+
+def random_config(random: RandomModel, vocab_size: int) -> ModelConfig:
+    return ModelConfig(
+        family=random.family,
+        vocab_size=vocab_size,
+        hidden_size=random.hidden_size,
+        intermediate_size=random.intermediate_size,
+        layers=random.layers,
+        heads=random.heads,
+        kv_heads=random.kv_heads,
+        head_dim=random.head_dim,
+        tie_embeddings=random.tie_embeddings,
+        initializer_range=random.initializer_range,
+        max_positions=8192,
+    )
+
+
+def initial_params(job: Job) -> Params:
+    """The weights a run starts from, in the training layout: read from the model's folder or drawn from the seed."""
+    shardings = job.shardings("train")
+    if job.folder is not None:
+        return load_params(job.folder, job.model, shardings)
+    draw = jax.jit(lambda key: split(Decoder(job.model, key))[1], out_shardings=shardings)
+    return draw(jax.random.key(job.config.seed))
+
+
+def rollout_params(job: Job, params: Params) -> Params:
+    """The weights as the sampler reads them: the rollout layout, cast to the compute dtype once and not at each use.
+
+    Where neither layout nor dtype differ these are the training arrays themselves.
+    """
+    shardings, dtype = job.shardings("rollout"), job.model.dtype
+    if job.shardings("train") == shardings and job.model.param_dtype == dtype:
+        return params
+    return reshard(params, shardings, dtype)
+
+
+def _check_positions(config: Config, model: ModelConfig) -> None:
+    asked = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if asked > model.max_positions:
+        raise ValueError(
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_new_tokens="
+            f"{config.rollout.max_new_tokens} = {asked} exceed the model's {model.max_positions} positions: lower one"
+        )
