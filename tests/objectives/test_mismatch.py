@@ -116,16 +116,17 @@ def test_divergence_metrics_by_formula():
 
 
 def test_identical_policies_have_no_divergence():
-    got = mismatch.divergence_metrics(ARRAYS[0], ARRAYS[0], jnp.asarray(MASK), **PACKED)
+    f = jax.jit(lambda old, mask: mismatch.divergence_metrics(old, old, mask, **PACKED))
+    got = f(ARRAYS[0], MASK)
     zero = ("kl", "k3_kl", "log_ppl_diff", "log_ppl_diff_max", "log_ppl_abs_diff", "chi2_token", "chi2_seq")
     assert [float(got[f"rollout_corr/{k}"]) for k in zero] == [0] * 7
     assert got["rollout_corr/ppl_ratio"] == 1
 
 
 def test_correction_metrics_by_formula():
-    mask = jnp.asarray(MASK)
-    correction = mismatch.icepop(*ARRAYS, mask, low=0.5, high=2.5)
-    got = mismatch.correction_metrics(correction, mask, low=0.95, high=2.0 - 1e-4, **PACKED)
+    correction = mismatch.Correction(*correct(mismatch.icepop, low=0.5, high=2.5))
+    f = jax.jit(lambda c: mismatch.correction_metrics(c, jnp.asarray(MASK), low=0.95, high=2.0 - 1e-4, **PACKED))
+    got = f(correction)
     w = np.array([1.1, 0.9, 1.0, 2.0, 0.9])
     expected = {
         "rollout_is_mean": w.mean(),
@@ -141,7 +142,7 @@ def test_correction_metrics_by_formula():
     assert {k: float(v) for k, v in got.items()} == pytest.approx(
         {f"rollout_corr/{k}": v for k, v in expected.items()}, rel=1e-4
     )
-    nothing = mismatch.correction_metrics(correction._replace(keep=mask & False), mask, low=0, high=2, **PACKED)
+    nothing = f(correction._replace(keep=MASK & False))
     assert all(np.isfinite(v) for v in nothing.values())
 
 

@@ -49,6 +49,12 @@ def test_token_mean_is_not_a_mean_of_micro_batch_means(splits):
     assert sum(parts) == pytest.approx(310 / 110, rel=1e-6)
 
 
+@jax.jit
+@jax.grad
+def tiny_model_gradient(theta, features, mask, weight):
+    return reductions.weighted_sum(jax.nn.softplus(features @ theta), mask, weight)
+
+
 @pytest.mark.parametrize("mode", list(EXPECTED))
 def test_gradients_of_any_accumulation_agree(mode):
     rng = np.random.default_rng(0)
@@ -57,13 +63,10 @@ def test_gradients_of_any_accumulation_agree(mode):
     features = rng.normal(size=(4, 64, 5)).astype(np.float32)
     weight = np.repeat(reductions.token_weights(lengths, mode, 32)[:, None], 64, 1)
 
-    def loss(theta, features, mask, weight):
-        return reductions.weighted_sum(jax.nn.softplus(features @ theta), mask, weight)
-
     gradients = []
     for splits in (1, 2, 4):
         parts = zip(*(np.split(x, splits) for x in (features, mask, weight)), strict=True)
-        gradients.append(sum(jax.grad(loss)(jnp.ones(5), *map(jnp.asarray, part)) for part in parts))
+        gradients.append(sum(np.asarray(tiny_model_gradient(np.ones(5, np.float32), *part)) for part in parts))
     np.testing.assert_allclose(gradients[1], gradients[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(gradients[2], gradients[0], rtol=1e-5, atol=1e-6)
 
@@ -89,7 +92,7 @@ def test_wrong_options_are_refused():
 
 def test_masked_mean_of_nothing_is_zero():
     x = jnp.full((2, 3), jnp.nan)
-    value, gradient = jax.value_and_grad(reductions.masked_mean)(x, jnp.zeros((2, 3), bool))
+    value, gradient = jax.jit(jax.value_and_grad(reductions.masked_mean))(x, jnp.zeros((2, 3), bool))
     assert value == 0
     np.testing.assert_array_equal(gradient, 0)
 
@@ -98,13 +101,22 @@ def test_packed_rows_reduce_and_spread_like_separate_rows():
     x = jnp.array([[1.0, 2, 3, 10, jnp.nan], [4.0, 5, jnp.inf, 7, 8]])
     mask = jnp.array([[1, 1, 1, 1, 0], [1, 1, 0, 1, 1]], bool)
     sequence = jnp.array([[0, 0, 0, 2, 2], [0, 1, 1, 1, 2]])
-    total = reductions.sequence_sum(x, mask, sequence, 3)
-    mean = reductions.sequence_mean(x, mask, sequence, 3)
+
+    @jax.jit
+    def reduce(x):
+        mean = reductions.sequence_mean(x, mask, sequence, 3)
+        return mean.sum(), (
+            reductions.sequence_sum(x, mask, sequence, 3),
+            mean,
+            reductions.spread(mean, mask, sequence),
+            reductions.sequence_mean(x, mask),
+        )
+
+    (_, (total, mean, spread, rows)), gradient = jax.value_and_grad(reduce, has_aux=True)(x)
     np.testing.assert_array_equal(total, [[6, 0, 10], [4, 12, 8]])
     np.testing.assert_array_equal(mean, [[2, 0, 10], [4, 6, 8]])
-    np.testing.assert_array_equal(reductions.spread(mean, mask, sequence), [[2, 2, 2, 10, 0], [4, 6, 0, 6, 8]])
-    np.testing.assert_array_equal(reductions.sequence_mean(x, mask), [[4], [6]])
-    gradient = jax.grad(lambda x: reductions.sequence_mean(x, mask, sequence, 3).sum())(x)
+    np.testing.assert_array_equal(spread, [[2, 2, 2, 10, 0], [4, 6, 0, 6, 8]])
+    np.testing.assert_array_equal(rows, [[4], [6]])
     np.testing.assert_allclose(gradient, [[1 / 3, 1 / 3, 1 / 3, 1, 0], [1, 0.5, 0, 0.5, 1]], rtol=1e-6)
 
 
@@ -113,6 +125,8 @@ def test_sequence_reductions_vmap_over_micro_batches():
     x = jnp.asarray(rng.normal(size=(3, 2, 6)), jnp.float32)
     mask = jnp.asarray(rng.random((3, 2, 6)) < 0.7)
     sequence = jnp.asarray(np.sort(rng.integers(0, 2, (3, 2, 6))))
-    batched = jax.vmap(lambda *a: reductions.sequence_mean(*a, num_sequences=2))(x, mask, sequence)
+    f = lambda *a: reductions.sequence_mean(*a, num_sequences=2)
+    batched = jax.jit(jax.vmap(f))(x, mask, sequence)
+    one = jax.jit(f)
     for i in range(3):
-        np.testing.assert_allclose(batched[i], reductions.sequence_mean(x[i], mask[i], sequence[i], 2), rtol=1e-6)
+        np.testing.assert_allclose(batched[i], one(x[i], mask[i], sequence[i]), rtol=1e-6)

@@ -48,16 +48,17 @@ def test_gae_of_packed_rows_with_tool_tokens_and_truncation():
         for s in range(3):
             own = mask[b] & (sequence[b] == s)
             expected[:, b] += reference_gae(reward[b], value[b], own, 0.95, 0.9, bootstrap[b, s])
-    dirty = [jnp.asarray(np.where(mask, x, np.nan)) for x in (reward, value)]
-    got = returns.gae(
-        *dirty, jnp.asarray(mask), gamma=0.95, lam=0.9, bootstrap_BS=jnp.asarray(bootstrap), sequence_BT=sequence
-    )
+    dirty = [np.where(mask, x, np.nan) for x in (reward, value)]
+    f = jax.jit(lambda *a: returns.gae(*a[:3], gamma=0.95, lam=0.9, bootstrap_BS=a[3], sequence_BT=a[4]))
+    got = f(*dirty, mask, bootstrap, sequence)
     np.testing.assert_allclose(np.stack(got), expected, atol=1e-5)
 
 
 def test_truncation_bootstraps_and_termination_does_not():
-    one = jnp.ones((2, 1))
-    advantage, _ = returns.gae(0 * one, one, one > 0, gamma=0.9, bootstrap_BS=jnp.array([[5.0], [0.0]]))
+    one = np.ones((2, 1), np.float32)
+    bootstrap = np.array([[5.0], [0.0]], np.float32)
+    f = jax.jit(lambda *a: returns.gae(*a, gamma=0.9, bootstrap_BS=bootstrap))
+    advantage, _ = f(0 * one, one, one > 0)
     np.testing.assert_allclose(advantage, [[3.5], [-1.0]], rtol=1e-6)
 
 
@@ -65,7 +66,8 @@ def test_discounted_returns_restart_at_each_sequence():
     reward = jnp.array([[1.0, 2, 99, 4, 8, 16]])
     mask = jnp.array([[1, 1, 0, 1, 1, 1]], bool)
     sequence = jnp.array([[0, 0, 0, 0, 1, 1]])
-    got = returns.discounted_returns(reward, mask, gamma=0.5, sequence_BT=sequence, num_sequences=2)
+    f = lambda r: returns.discounted_returns(r, mask, gamma=0.5, sequence_BT=sequence, num_sequences=2)
+    got = jax.jit(f)(reward)
     np.testing.assert_array_equal(got, [[3, 4, 0, 4, 16, 16]])
 
 
@@ -89,7 +91,8 @@ def test_whitening_takes_live_values_only_also_over_shards(garbage):
 def test_reinforce_plus_plus_against_numpy():
     kl = jnp.array([[0.1, 0.3, 0.2, jnp.nan], [0.2, jnp.inf, 0.1, 0.4]])
     mask = jnp.array([[1, 1, 1, 0], [1, 0, 1, 1]], bool)
-    got = returns.reinforce_plus_plus(jnp.array([[1.0], [0.0]]), kl, mask, kl_coef=0.1, gamma=0.5)
+    score = jnp.array([[1.0], [0.0]])
+    got = jax.jit(lambda s, kl, m: returns.reinforce_plus_plus(s, kl, m, kl_coef=0.1, gamma=0.5))(score, kl, mask)
     first = [-0.01 + 0.5 * (-0.03 + 0.5 * 0.98), -0.03 + 0.5 * 0.98, 0.98]
     second = [-0.02 + 0.5 * (-0.01 - 0.5 * 0.04), -0.01 - 0.5 * 0.04, -0.04]
     flat = np.array(first + second)

@@ -112,7 +112,8 @@ def test_topr_truncates_the_weight_of_negatives(level):
 def test_off_policy_sequences_with_negative_advantage_are_dropped():
     logp, old, advantage = inputs()
     sequences = {"sequence_BT": jnp.asarray(SEQUENCE), "num_sequences": 3}
-    keep = sequence_surrogates.off_policy_keep(logp, old, advantage, jnp.asarray(MASK), delta=0.05, **sequences)
+    f = lambda *a: sequence_surrogates.off_policy_keep(*a, delta=0.05, **sequences)
+    keep = jax.jit(f)(logp, old, advantage, MASK)
     expected = np.zeros((2, 8))
     for a, (b, own) in zip(ADVANTAGE, OWNERS, strict=True):
         expected[b, own] = a > 0 or (old - logp)[b, own].mean() <= 0.05
@@ -122,10 +123,11 @@ def test_off_policy_sequences_with_negative_advantage_are_dropped():
 
 def test_packed_rows_equal_one_sequence_a_row():
     logp, old, advantage = inputs()
+    one_a_row = jax.jit(sequence_surrogates.gspo)
     packed, _, _ = evaluate(sequence_surrogates.gspo, (logp, old, advantage))
     for b, own in OWNERS:
-        rows = [jnp.asarray(np.where(own, x[b], np.inf))[None] for x in (logp, old, advantage)]
-        alone = sequence_surrogates.gspo(*rows, jnp.asarray(own)[None])
+        rows = [np.where(own, x[b], np.inf)[None] for x in (logp, old, advantage)]
+        alone = one_a_row(*rows, own[None])
         np.testing.assert_allclose(np.asarray(alone.term_BT)[0, own], packed[b, own], rtol=1e-6)
 
 
