@@ -76,53 +76,108 @@ def from_huggingface(raw: Mapping[str, Any]) -> ModelConfig:
         raise ValueError(f"architecture {architectures[0]!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
     _refuse_unsupported(raw)
 
-    def need(key: str) -> Any:
-        if raw.get(key) is None:
-            raise ValueError(f"config.json of a {architectures[0]} lacks {key!r}")
-        return raw[key]
-
-    hidden, heads = int(need("hidden_size")), int(need("num_attention_heads"))
     theta, scaling = _rope(raw)
+    hidden, heads = _positive(raw, "hidden_size"), _positive(raw, "num_attention_heads")
+    # Qwen3's heads have a width of their own; older families' follows unless they say otherwise.
+    head_dim = _positive(raw, "head_dim", None if family == "qwen3" else hidden // heads)
+    kv_heads = _positive(raw, "num_key_value_heads", heads)
+    if heads % kv_heads or head_dim % 2:
+        raise ValueError(
+            f"config.json: num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}, "
+            f"and head_dim={head_dim} must be even"
+        )
     return ModelConfig(
         family=family,
-        vocab_size=int(need("vocab_size")),
+        vocab_size=_positive(raw, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=int(need("intermediate_size")),
-        layers=int(need("num_hidden_layers")),
+        intermediate_size=_positive(raw, "intermediate_size"),
+        layers=_positive(raw, "num_hidden_layers"),
         heads=heads,
-        kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or hidden // heads),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        max_positions=int(raw.get("max_position_embeddings", 2048)),
+        norm_eps=_number(raw, "rms_norm_eps", 1e-6),
+        max_positions=_positive(raw, "max_position_embeddings", 2048),
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        initializer_range=float(raw.get("initializer_range", 0.02)),
+        initializer_range=_number(raw, "initializer_range", 0.02),
     )
+
+
+def to_huggingface(config: ModelConfig) -> dict[str, Any]:
+    """The `config.json` of a decoder that was not read from one; `from_huggingface` undoes it, numerics aside."""
+    scaling = config.rope_scaling
+    return {
+        "architectures": [next(name for name, family in ARCHITECTURES.items() if family == config.family)],
+        "model_type": config.family,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling
+        and {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        },
+        "hidden_act": "silu",
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.initializer_range,
+    }
+
+
+def _positive(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = raw.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ValueError(f"config.json lacks {key!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"config.json: {key}={value!r}: expected a positive whole number")
+    return value
+
+
+def _number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = raw.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ValueError(f"config.json: {key}={value!r}: expected a positive number")
+    return float(value)
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ValueError(f"config.json: hidden_act={activation!r} is not supported; supported: silu")
-    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+    for key in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config"):
         if raw.get(key):
-            raise ValueError(f"config.json: {key}={raw[key]!r} is not supported; supported: false")
+            raise ValueError(f"config.json: {key}={raw[key]!r} is not supported; remove it or use another model")
+    odd = sorted(set(raw.get("layer_types") or ()) - {"full_attention"})
+    if odd:
+        raise ValueError(f"config.json: layer_types has {', '.join(odd)}; supported: full_attention")
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
     """Both spellings: `rope_theta` + `rope_scaling`, or one `rope_parameters` (transformers 5)."""
     parameters = raw.get("rope_parameters") or {}
-    theta = float(parameters.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
     scaling = raw.get("rope_scaling") or parameters
+    theta = _number({**raw, **parameters}, "rope_theta", 10_000.0)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"config.json: rope type {kind!r} is not supported; supported: default, llama3")
+    if _number({**raw, **parameters}, "partial_rotary_factor", 1.0) != 1:
+        raise ValueError("config.json: partial_rotary_factor is not supported; supported: 1.0")
     if kind == "default":
         return theta, None
-    if kind != "llama3":
-        raise ValueError(f"config.json: rope type {kind!r} is not supported; supported: default, llama3")
     return theta, Llama3Rope(
-        factor=float(scaling["factor"]),
-        low_freq_factor=float(scaling["low_freq_factor"]),
-        high_freq_factor=float(scaling["high_freq_factor"]),
-        original_max_positions=int(scaling["original_max_position_embeddings"]),
+        factor=_number(scaling, "factor"),
+        low_freq_factor=_number(scaling, "low_freq_factor"),
+        high_freq_factor=_number(scaling, "high_freq_factor"),
+        original_max_positions=_positive(scaling, "original_max_position_embeddings"),
     )

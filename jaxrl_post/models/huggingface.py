@@ -1,0 +1,143 @@
+"""Reading a Hugging Face folder: config.json to `ModelConfig`, safetensors to sharded parameters.
+
+Each device is handed its own slice, read from the mapped file; no process holds a whole copy of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+from jax.tree_util import keystr
+
+from jaxrl_post.models.config import ModelConfig, from_huggingface
+from jaxrl_post.models.decoder import Params, abstract
+from jaxrl_post.models.shards import TensorSlice, capped, open_tensors
+from jaxrl_post.models.tensor_names import TENSORS, Bounds, Tensor
+
+DTYPES = {"F64", "F32", "F16", "BF16"}
+HEAD, EMBED = TENSORS["head"].name, TENSORS["embed"].name
+ROWS = 4096  # of the embedding, compared at a time
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """The decoder a folder describes.
+
+    Raises: ValueError for a missing folder or config.json, what is no JSON object, and as `from_huggingface`.
+    """
+    return from_huggingface(read_raw_config(folder))
+
+
+def read_raw_config(folder: str | Path) -> dict[str, Any]:
+    """The JSON object in the folder's config.json. Raises: ValueError, naming the path."""
+    path = Path(folder) / "config.json"
+    if not path.parent.is_dir():
+        raise ValueError(f"{folder} is not a folder: give a Hugging Face model folder (config.json, *.safetensors)")
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: a model folder needs config.json, *.safetensors and tokenizer.json")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} holds a {type(raw).__name__}, not a JSON object")
+    return raw
+
+
+def load_params(folder: str | Path, config: ModelConfig, shardings: Any) -> Params:
+    """The folder's weights in `config.param_dtype` on `shardings`, a tree shaped like the decoder's parameters.
+
+    Raises:
+      ValueError: before any array is made: tensors that are missing, unexpected, of another shape or a quantised
+        dtype (all named), an untied model without a head, a tied one with a head of its own, and as `open_tensors`.
+    """
+    tensors = open_tensors(Path(folder))
+    shapes = abstract(config)[1]
+    _check(str(folder), tensors, expected_shapes(config), config.tie_embeddings)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf, sharding: _load(tensors, TENSORS[parameter_name(path)], leaf, sharding), shapes, shardings
+    )
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in a checkpoint of this decoder; a tied embedding has no head."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract(config)[1]):
+        tensor = TENSORS[parameter_name(path)]
+        shape = tensor.their_shape(leaf.shape[1:] if "{layer}" in tensor.name else leaf.shape)
+        shapes |= dict.fromkeys(tensor.names(config.layers), shape)
+    return shapes
+
+
+def parameter_name(path: Any) -> str:
+    """Key of `TENSORS` for a path into the parameter tree."""
+    return keystr(path, simple=True, separator="/")
+
+
+def _check(
+    folder: str, tensors: Mapping[str, TensorSlice], expected: Mapping[str, tuple[int, ...]], tied: bool
+) -> None:
+    # Old exports keep the rotary table as a buffer; it follows from the config.
+    found = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    head = found.pop(HEAD, None) if tied else None
+    problems = list(_problems(found, expected))
+    if problems:
+        raise ValueError(f"{folder}: the weights do not fit config.json: {capped(problems)}")
+    if head is not None:
+        _check_tied_head(folder, head, found[EMBED])
+
+
+def _problems(found: Mapping[str, TensorSlice], expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    for name in sorted(expected.keys() - found.keys()):
+        yield f"{name} is missing" + (" (and config.json says tie_word_embeddings=false)" if name == HEAD else "")
+    for name in sorted(found.keys() - expected.keys()):
+        yield f"{name} is unexpected"
+    for name in sorted(found.keys() & expected.keys()):
+        shape, dtype = tuple(found[name].get_shape()), found[name].get_dtype()
+        if shape != expected[name]:
+            yield f"{name} has shape {list(shape)}, expected {list(expected[name])}"
+        if dtype not in DTYPES:
+            yield f"{name} has dtype {dtype}, supported are {' '.join(sorted(DTYPES))}"
+
+
+def _check_tied_head(folder: str, head: TensorSlice, embed: TensorSlice) -> None:
+    same = (head.get_shape(), head.get_dtype()) == (embed.get_shape(), embed.get_dtype())
+    rows = range(0, embed.get_shape()[0], ROWS)
+    if not same or not all(np.array_equal(head[i : i + ROWS], embed[i : i + ROWS]) for i in rows):
+        raise ValueError(
+            f"{folder}: config.json says tie_word_embeddings=true, yet {HEAD} differs from {EMBED}: "
+            f"set it to false to use the head, or remove {HEAD}"
+        )
+
+
+def _load(
+    tensors: Mapping[str, TensorSlice], tensor: Tensor, leaf: jax.ShapeDtypeStruct, sharding: Sharding
+) -> jax.Array:
+    """One parameter. Devices that hold the same part share one read."""
+
+    @functools.cache
+    def read(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+        if "{layer}" not in tensor.name:
+            return read_part(tensors[tensor.name], tensor, leaf.shape, bounds, leaf.dtype)
+        names = tensor.names(leaf.shape[0])[slice(*bounds[0])]
+        part = np.empty([stop - start for start, stop in bounds], leaf.dtype)
+        for layer, name in enumerate(names):
+            part[layer] = read_part(tensors[name], tensor, leaf.shape[1:], bounds[1:], leaf.dtype)
+        return part
+
+    def callback(index: Any) -> np.ndarray:
+        return read(tuple(part.indices(n)[:2] for part, n in zip(index, leaf.shape, strict=True)))
+
+    return jax.make_array_from_callback(leaf.shape, sharding, callback)
+
+
+def read_part(source: TensorSlice, tensor: Tensor, shape: tuple[int, ...], bounds: Bounds, dtype: Any) -> np.ndarray:
+    """Our elements within `bounds` of a weight whose whole shape here is `shape`, cast to `dtype`."""
+    part = source[tensor.their_slices(shape, bounds)]
+    return np.ascontiguousarray(tensor.to_ours(part, shape, bounds), dtype=dtype)
