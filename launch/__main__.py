@@ -42,7 +42,9 @@ def _train(words: Sequence[str]) -> None:
         print(recipes.dump(config), end="")
         return
     from jaxrl_post.loops.online import run
+    from launch.compile_cache import enable
 
+    enable()
     run(config)
 
 

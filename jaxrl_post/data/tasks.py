@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxrl_post import config
 from jaxrl_post.data.gym import gym_rows
@@ -18,7 +19,7 @@ OPERATIONS = {"add": ("+", operator.add), "subtract": ("-", operator.sub), "mult
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """`held_out` may be empty (no evaluation); `dropped` says `file:line: why` for every row skipped on reading."""
+    """`name` is short, for metrics; `held_out` may be empty (no evaluation); `dropped` says `file:line: why` for every row skipped on reading."""
 
     name: str
     train: Sequence[Row]
@@ -54,19 +55,19 @@ def arithmetic(task: config.ArithmeticTask) -> Task:
             f"data.task.low={task.low} and data.task.high={task.high} leave no pair to train on, as pairs with "
             "(7a + 3b) divisible by 5 are held out: widen the range"
         )
-    return Task(f"arithmetic {task.operation}", train, held_out)
+    return Task(f"arithmetic_{task.operation}", train, held_out)
 
 
 def jsonl(task: config.JsonlTask) -> Task:
     """Rows of one file, and of a second one for evaluation; see `read_rows`."""
     train, dropped = read_rows(task.path, task)
     if task.held_out_path is None:
-        return Task(f"jsonl {task.path}", train, dropped=tuple(dropped))
+        return Task(Path(task.path).stem, train, dropped=tuple(dropped))
     held_out, more = read_rows(task.held_out_path, task, "data.task.held_out_path")
-    return Task(f"jsonl {task.path}", train, held_out, tuple(dropped + more))
+    return Task(Path(task.path).stem, train, held_out, tuple(dropped + more))
 
 
 def reasoning_gym(task: config.ReasoningGymTask, seed: int) -> Task:
     """Items 0…size-1 of a reasoning-gym dataset to train on, the next `held_out` for evaluation."""
     rows = gym_rows(task, seed)
-    return Task(f"reasoning_gym {task.dataset}", rows[: task.size], rows[task.size :])
+    return Task(task.dataset, rows[: task.size], rows[task.size :])

@@ -83,9 +83,18 @@ class Decoder(nnx.Module):
             self.head = weight((config.vocab_size, config.hidden_size), ("vocab", "embed"))
 
     def hidden(
-        self, tokens_BT: jax.Array, positions_BT: jax.Array, segments_BT: jax.Array, branches_BT: jax.Array
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        segments_BT: jax.Array,
+        branches_BT: jax.Array,
+        place: Callable[[jax.Array], jax.Array] = lambda x_BTD: x_BTD,
     ) -> jax.Array:
-        """Final hidden states [B, T, D] of packed rows (see `types.TrainBatch`), normed and ready for `logits`."""
+        """Final hidden states [B, T, D] of packed rows (see `types.TrainBatch`), normed and ready for `logits`.
+
+        `place` may constrain the sharding of the residual stream. Without it, and with D of the weights cut over a
+        batch axis, the compiler gathers the rows on every device instead of the weights.
+        """
         cos, sin = rope.phases(self.config, positions_BT)
 
         def layer(x_BTD: jax.Array, w: Layer) -> tuple[jax.Array, None]:
@@ -93,7 +102,7 @@ class Decoder(nnx.Module):
             x_BTD = self._finish(w, x_BTD, packed_attention(q, k, v, segments_BT, branches_BT))
             return x_BTD, None
 
-        x_BTD, _ = lax.scan(_remat(layer, self.config.remat), self._embed(tokens_BT), self._stacked())
+        x_BTD, _ = lax.scan(_remat(layer, self.config.remat), place(self._embed(tokens_BT)), self._stacked())
         return _norm(x_BTD, self.norm[...], self.config.norm_eps)
 
     def prefill(

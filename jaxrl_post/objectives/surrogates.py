@@ -22,7 +22,7 @@ MAX_LOG_RATIO = 20.0
 class Surrogate(NamedTuple):
     """`term_BT` float32, the loss of each token before weighting; `stats` float32 [B, T] arrays without gradient."""
 
-    term_BT: jax.Array  # noqa: N815 (capitals are logical dimensions)
+    term_BT: jax.Array
     stats: dict[str, jax.Array]
 
 

@@ -27,14 +27,16 @@ def token_logprobs(
     *,
     temperature: float,
     chunk: int,
+    place: Callable[[jax.Array], jax.Array] = lambda x_BTD: x_BTD,
 ) -> tuple[jax.Array, jax.Array]:
     """log softmax(z/temperature) at the targets and the entropy of that distribution, in nats; both float32 [B, M].
 
     Arguments are the fields of one micro-batch of `types.TrainBatch`. The sampler divides by the same temperature, so
     on policy the ratio to its log-probs is 1. Masked targets give exactly 0 in both and no gradient; the entropy
-    carries none at all. Raises: ValueError unless `temperature` and `chunk` are positive.
+    carries none at all. `place` is that of `Decoder.hidden`. Raises: ValueError unless `temperature` and `chunk` are
+    positive.
     """
-    x_BTD = decoder.hidden(tokens_BT, positions_BT, segments_BT, branches_BT)
+    x_BTD = decoder.hidden(tokens_BT, positions_BT, segments_BT, branches_BT, place)
     x_BMD = jnp.take_along_axis(x_BTD, source_BM[..., None], axis=1, mode="clip")
     return chunked_logprobs(decoder.logits, x_BMD, target_BM, mask_BM, temperature=temperature, chunk=chunk)
 

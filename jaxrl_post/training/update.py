@@ -26,6 +26,7 @@ from sharding.rules import TRAIN, Rules
 Tree = Any
 Update = Callable[[TrainState, TrainBatch, Any], tuple[TrainState, Scalars]]
 Score = Callable[[Tree, TrainBatch, Any], jax.Array]
+Placement = Callable[[jax.Array], jax.Array]
 LossAndGrad = Callable[[Tree, TrainBatch], tuple[Tree, Tally]]
 
 
@@ -48,8 +49,10 @@ def make_update(
     `actor/lr`, `actor/skipped_update` (1 when the norm was not finite).
     """
 
+    place = _row_placement(batch_shardings)
+
     def micro_loss(params: Tree, micro: TrainBatch) -> tuple[jax.Array, Tally]:
-        logp_BM, entropy_BM = _logprobs(graphdef, params, micro, temperature, chunk)
+        logp_BM, entropy_BM = _logprobs(graphdef, params, micro, temperature, chunk, place)
         return token_loss(logp_BM, entropy_BM, micro)
 
     def gradient(params: Tree, micro: TrainBatch) -> tuple[Tree, Tally]:
@@ -76,9 +79,11 @@ def make_score(
 ) -> Score:
     """A jitted `score(params, batch, n_micro) -> logp` float32 [A, B, M], 0 at dead targets: π_old or π_ref."""
 
+    place = _row_placement(batch_shardings)
+
     def score(params: Tree, batch: TrainBatch, n_micro: jax.Array) -> jax.Array:
         def body(i: jax.Array, logp_ABM: jax.Array) -> jax.Array:
-            logp_BM, _ = _logprobs(graphdef, params, _micro(batch, i), temperature, chunk)
+            logp_BM, _ = _logprobs(graphdef, params, _micro(batch, i), temperature, chunk, place)
             return lax.dynamic_update_index_in_dim(logp_ABM, logp_BM, i, axis=0)
 
         return lax.fori_loop(0, n_micro, body, jnp.zeros(batch.target.shape))
@@ -134,7 +139,7 @@ def _micro(batch: TrainBatch, i: jax.Array) -> TrainBatch:
 
 
 def _logprobs(
-    graphdef: nnx.GraphDef, params: Tree, micro: TrainBatch, temperature: float, chunk: int
+    graphdef: nnx.GraphDef, params: Tree, micro: TrainBatch, temperature: float, chunk: int, place: Placement
 ) -> tuple[jax.Array, jax.Array]:
     return token_logprobs(
         nnx.merge(graphdef, params),
@@ -147,4 +152,12 @@ def _logprobs(
         micro.mask,
         temperature=temperature,
         chunk=chunk,
+        place=place,
     )
+
+
+def _row_placement(batch_shardings: TrainBatch) -> Placement:
+    """Keeps activations [B, T, D] cut like the rows, so that layers gather weights, which are smaller, not rows."""
+    tokens = batch_shardings.tokens
+    rows = NamedSharding(tokens.mesh, PartitionSpec(*tokens.spec[1:]))
+    return lambda x_BTD: lax.with_sharding_constraint(x_BTD, rows)

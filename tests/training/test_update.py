@@ -1,6 +1,7 @@
 """One update gives the same numbers however it is split, packed and placed; then on-policy and bookkeeping facts."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,14 @@ def test_the_mesh_does_not_change_loss_or_step(sizes):
     loss, params_after = expected("groups")
     np.testing.assert_allclose(metrics["actor/pg_loss"], loss, rtol=1e-5)
     assert_trees_close(params, params_after, rtol=1e-5, atol=1e-6)
+
+
+def test_fsdp_gathers_weights_and_never_the_rows():
+    """8 rows of 32 positions on 8 devices: a device holds one row, and gathers e.g. the table [32, 16]."""
+    text = trainer(8, 2, (("fsdp", 8),), 8, length=32).program.as_text()
+    assert "f32[1,32,16]" in text
+    assert "f32[8,32," not in text
+    assert re.search(r"= f32\[32,16\]\S* all-gather", text)
 
 
 @functools.lru_cache

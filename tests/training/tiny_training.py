@@ -72,10 +72,12 @@ class Trainer:
         )
 
     @functools.cached_property
-    def update(self):
+    def program(self):
         state = abstract_state(abstract(TINY)[1], self.optimizer)
-        compiled = self.jitted.lower(state, empty_batch(self.shape), np.int32(0)).compile(FAST_COMPILE)
-        return lambda state, batch, n_micro: compiled(state, batch, np.int32(n_micro))
+        return self.jitted.lower(state, empty_batch(self.shape), np.int32(0)).compile(FAST_COMPILE)
+
+    def update(self, state, batch, n_micro):
+        return self.program(state, batch, np.int32(n_micro))
 
     def state(self, params):
         return init_state(params, self.optimizer, self.shardings)
