@@ -1,0 +1,214 @@
+"""Training rows, packed rows, shared prompts, prefill and decode are one function of the tokens.
+
+The sequences: a prompt of 5 tokens, and a response of 3 or of 4 tokens after it.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import BASE, CASES, draw, logits_of
+
+from jaxrl_post.models.attention import QUERY_CHUNK, attend, packed_attention
+from jaxrl_post.models.decoder import abstract, empty_cache
+
+RNG = np.random.default_rng(3)
+PROMPT, FIRST, SECOND = [11, 8, 17, 22, 17], [76, 83, 55], [3, 9, 31, 41]
+GARBAGE = 77
+WIDTH, COLUMNS = 19, 16
+FAMILIES = ["llama3-rope", "qwen2", "qwen3"]
+SEQUENCES = (PROMPT + FIRST, PROMPT + SECOND)
+SEPARATE, SHARED, PACKED = range(3)
+
+
+def layouts():
+    """Three layouts of the two sequences, each as int32 (tokens, positions, segments, branches) [2, 19] and the places
+    where the hidden states of both sequences are found, flat in [2 · 19]."""
+    fill = lambda row, value=0: row + [value] * (WIDTH - len(row))
+    none = fill([])
+    empty = [GARBAGE] * WIDTH
+    separate = (
+        [fill(sequence, GARBAGE) for sequence in SEQUENCES],
+        [fill(list(range(len(sequence)))) for sequence in SEQUENCES],
+        [fill([1] * len(sequence)) for sequence in SEQUENCES],
+        [none, none],
+        [*range(8), *range(WIDTH, WIDTH + 9)],
+    )
+    shared = (
+        [fill(PROMPT + FIRST + SECOND, GARBAGE), empty],
+        [fill([0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8]), none],
+        [fill([1] * 12), none],
+        [fill([0] * 5 + [1] * 3 + [2] * 4), none],
+        [*range(8), 0, 1, 2, 3, 4, 8, 9, 10, 11],
+    )
+    packed = (
+        [[GARBAGE, *PROMPT, *FIRST, *PROMPT, *SECOND, GARBAGE], empty],
+        [[0, *range(8), *range(9), 0], none],
+        [[0, *[1] * 8, *[2] * 9, 0], none],
+        [none, none],
+        [*range(1, 18)],
+    )
+    return [tuple(jnp.asarray(field, jnp.int32) for field in layout) for layout in (separate, shared, packed)]
+
+
+@functools.cache
+def program(config):
+    """(params, layout) -> hidden states of both sequences [17, D], and the gradient of a fixed random projection of
+    those that predict the responses: from the prompt's last token on."""
+    graphdef = abstract(config)[0]
+    probe = np.random.default_rng(4).standard_normal((17, config.hidden_size))
+    probe[[0, 1, 2, 3, 8, 9, 10, 11]] = 0
+
+    def loss(params, tokens, positions, segments, branches, places):
+        x = nnx.merge(graphdef, params).hidden(tokens, positions, segments, branches)
+        states = x.reshape(-1, config.hidden_size)[places]
+        return (states * jnp.asarray(probe, jnp.float32)).sum(), (states, x)
+
+    return jax.jit(jax.grad(loss, has_aux=True))
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_packed_and_shared_rows_equal_separate_ones_in_values_and_gradients(case):
+    run, params = program(CASES[case]), draw(CASES[case])
+    grads, (states, _) = run(params, *layouts()[SEPARATE])
+    scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(grads))
+    close = lambda a, b: np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=1e-5)
+    for layout in (SHARED, PACKED):
+        other_grads, (other, _) = run(params, *layouts()[layout])
+        np.testing.assert_allclose(other, states, rtol=0, atol=1e-5)
+        jax.tree.map(close, other_grads, grads)
+
+
+def test_padding_content_moves_nothing_and_its_embedding_gets_no_gradient():
+    run, params = program(CASES["qwen3"]), draw(CASES["qwen3"])
+    tokens, positions, segments, branches, places = layouts()[PACKED]
+    grads, (states, x) = run(params, tokens, positions, segments, branches, places)
+    _, (other, _) = run(params, jnp.where(segments == 0, 5, tokens), positions, segments, branches, places)
+    np.testing.assert_array_equal(states, other)
+    assert np.isfinite(np.asarray(x)).all()
+    assert not np.asarray(grads["embed"])[GARBAGE].any()
+    assert np.asarray(grads["embed"])[PROMPT].all(-1).any()
+    assert all(np.isfinite(np.asarray(g)).all() for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_remat_changes_no_gradient(remat):
+    config = CASES["qwen3"]
+    grads, _ = program(config)(draw(config), *layouts()[PACKED])
+    others, _ = program(dataclasses.replace(config, remat=remat))(draw(config), *layouts()[PACKED])
+    scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(grads))
+    close = lambda a, b: np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=1e-6)
+    jax.tree.map(close, others, grads)
+
+
+def test_a_query_that_sees_nothing_returns_zero_and_has_zero_gradient():
+    q = jnp.asarray(RNG.standard_normal((1, 2, 2, 4)), jnp.float32)
+    k = 1e4 * jnp.asarray(RNG.standard_normal((1, 1, 3, 4)), jnp.float32)
+    mask = jnp.asarray([[[False] * 3, [True, False, True]]])
+    out = attend(q, k, k, mask)
+    np.testing.assert_array_equal(out[0, 0], np.zeros((2, 4)))
+    assert np.isfinite(np.asarray(out)).all()
+    grads = jax.jit(jax.grad(lambda q, k, v: attend(q, k, v, mask)[:, :1].sum(), argnums=(0, 1, 2)))(q, k, k)
+    for grad in grads:
+        np.testing.assert_array_equal(grad, np.zeros(grad.shape))
+
+
+def test_long_rows_attend_in_blocks_with_the_same_result():
+    T, shape = 2 * QUERY_CHUNK, (1, 2 * QUERY_CHUNK, 2, 4)
+    q, k, v = (jnp.asarray(RNG.standard_normal(shape), jnp.float32) for _ in range(3))
+    segments = jnp.asarray(np.repeat([1, 2, 0], [700, 300, 24])[None])
+    branches = jnp.asarray(np.repeat([0, 1, 2, 0], [500, 150, 50, T - 700])[None])
+    long = jax.jit(packed_attention)(q, k, v, segments, branches)
+    # One token more and no block size divides the row: it goes through in one piece.
+    extra = lambda x: np.concatenate([x, np.zeros_like(x[:, :1])], axis=1)
+    whole = jax.jit(packed_attention)(*(extra(np.asarray(x)) for x in (q, k, v, segments, branches)))[:, :T]
+    np.testing.assert_allclose(long, whole, rtol=0, atol=1e-6)
+
+
+@functools.cache
+def cached_programs(config):
+    """Jitted prefill (params, tokens, lengths, cache, slots, source) and decode (params, tokens, positions, cache)."""
+    graphdef = abstract(config)[0]
+
+    def prefill(params, *arguments):
+        decoder = nnx.merge(graphdef, params)
+        x, cache = decoder.prefill(*arguments)
+        return decoder.logits(x), cache
+
+    def decode(params, *arguments):
+        decoder = nnx.merge(graphdef, params)
+        x, cache = decoder.decode(*arguments)
+        return decoder.logits(x), cache
+
+    return jax.jit(prefill), jax.jit(decode)
+
+
+def stale_cache(config):
+    """Of three slots, full of a former call's values: none of it may show."""
+    return jax.tree.map(lambda x: x + 9.0, empty_cache(config, 3, COLUMNS))
+
+
+def padded(prompts):
+    return jnp.asarray([prompt + [GARBAGE] * (5 - len(prompt)) for prompt in prompts])
+
+
+def continued(config, params, sequences, lengths, steps):
+    """Logits [3, 1 + steps, V] of three sequences cut after `lengths` tokens, prefilled together and then decoded."""
+    prefill, decode = cached_programs(config)
+    lengths, slots = np.asarray(lengths), jnp.arange(3)
+    prompts = [sequence[:n] for sequence, n in zip(sequences, lengths, strict=True)]
+    logits, cache = prefill(params, padded(prompts), jnp.asarray(lengths), stale_cache(config), slots, slots)
+    outputs = [logits]
+    for t in range(steps):
+        tokens = [sequence[n + t] for sequence, n in zip(sequences, lengths, strict=True)]
+        logits, cache = decode(params, jnp.asarray(tokens), jnp.asarray(lengths + t), cache)
+        outputs.append(logits)
+    return np.stack([np.asarray(x) for x in outputs], axis=1)
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_prefill_and_decode_equal_the_full_forward_wherever_the_prompt_is_cut(case):
+    config, sequence = CASES[case], PROMPT + FIRST + SECOND
+    params = draw(config)
+    full = np.asarray(logits_of(config)(params, jnp.asarray([sequence])))[0]
+    lengths = (5, 3, 1)
+    for cached, n in zip(continued(config, params, [sequence] * 3, lengths, 7), lengths, strict=True):
+        np.testing.assert_allclose(cached, full[n - 1 : n + 7], rtol=0, atol=1e-5)
+
+
+def test_unequal_prompts_decoded_together_equal_each_alone():
+    config, sequences = CASES["qwen2"], [PROMPT + FIRST + SECOND, SECOND * 3, FIRST * 4]
+    params = draw(config)
+    lengths = (4, 1, 5)
+    together = continued(config, params, sequences, lengths, 6)
+    for row, (sequence, n) in enumerate(zip(sequences, lengths, strict=True)):
+        alone = np.asarray(logits_of(config)(params, jnp.asarray([sequence])))[0]
+        np.testing.assert_allclose(together[row], alone[n - 1 : n + 6], rtol=0, atol=1e-5)
+
+
+def test_slots_and_positions_out_of_range_write_nothing():
+    config = CASES["qwen2"]
+    (prefill, decode), params, before = cached_programs(config), draw(config), stale_cache(config)
+    tokens, lengths = padded([PROMPT, FIRST, SECOND]), jnp.asarray([5, 3, 4])
+    _, after = prefill(params, tokens, lengths, before, jnp.asarray([3, 1, 3]), jnp.asarray([0, 0, 1]))
+    np.testing.assert_array_equal(after.k[:, [0, 2]], before.k[:, [0, 2]])
+    assert (np.asarray(after.k[:, 1, :, :5]) != 9.0).all()
+    _, later = decode(params, jnp.asarray([1, 1, 1]), jnp.asarray([COLUMNS, 5, COLUMNS]), after)
+    np.testing.assert_array_equal(later.k[:, [0, 2]], before.k[:, [0, 2]])
+    assert (np.asarray(later.k[:, 1, :, 5]) != 9.0).all()
+
+
+def test_a_shared_prompt_prefilled_once_serves_every_slot_of_its_group():
+    config = BASE
+    prefill, decode = cached_programs(config)
+    params, source = draw(config), jnp.asarray([1, 1, 0])
+    _, cache = prefill(params, padded([PROMPT, FIRST, SECOND]), jnp.asarray([5, 3, 4]), stale_cache(config),
+                       jnp.arange(3), source)  # fmt: skip
+    logits, _ = decode(params, jnp.asarray([7, 8, 9]), jnp.asarray([3, 3, 5]), cache)
+    for row, sequence in enumerate([[*FIRST, 7], [*FIRST, 8], [*PROMPT, 9]]):
+        alone = np.asarray(logits_of(config)(params, jnp.asarray([sequence + [0] * (12 - len(sequence))])))[0]
+        np.testing.assert_allclose(logits[row], alone[len(sequence) - 1], rtol=0, atol=1e-5)
