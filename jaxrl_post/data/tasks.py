@@ -19,7 +19,10 @@ OPERATIONS = {"add": ("+", operator.add), "subtract": ("-", operator.sub), "mult
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """`name` is short, for metrics; `held_out` may be empty (no evaluation); `dropped` says `file:line: why` for every row skipped on reading."""
+    """`name` is short, for metrics; `held_out` may be empty (no evaluation).
+
+    `dropped` says `file:line: why` for every row skipped on reading.
+    """
 
     name: str
     train: Sequence[Row]

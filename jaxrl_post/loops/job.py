@@ -99,8 +99,7 @@ def model_config(config: Config, folder: Path | None, vocab_size: int) -> ModelC
     shape = (
         read_config(folder) if folder is not None else random_config(config.model.random or RandomModel(), vocab_size)
     )
-    numerics = {"dtype": dtype, "param_dtype": config.model.param_dtype, "remat": config.model.remat}
-    return dataclasses.replace(shape, **numerics)
+    return dataclasses.replace(shape, dtype=dtype, param_dtype=config.model.param_dtype, remat=config.model.remat)
 
 
 def random_config(random: RandomModel, vocab_size: int) -> ModelConfig:

@@ -38,20 +38,22 @@ class Learner:
         self._shardings = state_shardings(job.abstract_params, job.axes, self._optimizer, job.mesh)
         self.shape = _shape(job)
         self._batch_shardings = batch_shardings(self.shape, job.mesh)
-        numerics = {"temperature": config.rollout.temperature, "chunk": config.training.logprob_chunk}
+        temperature, chunk = config.rollout.temperature, config.training.logprob_chunk
         self._update = make_update(
             job.graphdef,
             self._optimizer,
             grpo_loss(algorithm),
             shardings=self._shardings,
             batch_shardings=self._batch_shardings,
-            **numerics,
+            temperature=temperature,
+            chunk=chunk,
         )
         self._score = make_score(
             job.graphdef,
             params_shardings=self._shardings.params,
             batch_shardings=self._batch_shardings,
-            **numerics,
+            temperature=temperature,
+            chunk=chunk,
         )
         self._reference = reshard(reference, self._shardings.params) if algorithm.kl.coef and reference else None
 

@@ -156,10 +156,11 @@ def _last_step(checkpoints: Checkpointer, config: Config) -> int:
 
 def _start(job: Job, checkpoints: Checkpointer, stream: PromptStream, done: int) -> tuple[Learner, TrainState]:
     """Weights from the model for a new run, from the checkpoint otherwise; the reference is the model in both."""
-    fresh = initial_params(job) if not done or job.config.algorithm.kl.coef else None
-    learner = Learner(job, reference=fresh)
     if not done:
+        fresh = initial_params(job)
+        learner = Learner(job, reference=fresh)
         return learner, learner.start(fresh)
+    learner = Learner(job, reference=initial_params(job) if job.config.algorithm.kl.coef else None)
     arrays, host = checkpoints.restore(done, learner.abstract_state()._asdict())
     stream.restore(host["data"])
     return learner, TrainState(**arrays)

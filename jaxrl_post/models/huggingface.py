@@ -108,8 +108,9 @@ def _problems(found: Mapping[str, TensorSlice], expected: Mapping[str, tuple[int
 
 def _check_tied_head(folder: str, head: TensorSlice, embed: TensorSlice) -> None:
     same = (head.get_shape(), head.get_dtype()) == (embed.get_shape(), embed.get_dtype())
-    rows = range(0, embed.get_shape()[0], ROWS)
-    if not same or not all(np.array_equal(head[i : i + ROWS], embed[i : i + ROWS]) for i in rows):
+    count = embed.get_shape()[0]
+    rows = (slice(i, min(i + ROWS, count)) for i in range(0, count, ROWS))
+    if not same or not all(np.array_equal(head[part], embed[part]) for part in rows):
         raise ValueError(
             f"{folder}: config.json says tie_word_embeddings=true, yet {HEAD} differs from {EMBED}: "
             f"set it to false to use the head, or remove {HEAD}"

@@ -47,7 +47,7 @@ def cached(name: str) -> Path:
 def known(name: str) -> PackagedModel:
     """The named model. Raises: ValueError with the nearest name and all there are."""
     if name not in MODELS:
-        raise ValueError(f"no model is called {name!r}{_meant(name)}; known: {', '.join(MODELS)}")
+        raise ValueError(f"no model is called {name!r}{_meant(name)}. Known: {', '.join(MODELS)}")
     return MODELS[name]
 
 
@@ -67,9 +67,9 @@ def resolve(path_or_name: str) -> Path:
             f"run python -m launch fetch {path_or_name}"
         )
     what = "a file, not a model folder" if path.is_file() else "neither a folder nor the name of a model"
-    raise ValueError(f"model.path={path_or_name} is {what}{_meant(path_or_name)}; named models: {', '.join(MODELS)}")
+    raise ValueError(f"model.path={path_or_name} is {what}{_meant(path_or_name)}. Named models: {', '.join(MODELS)}")
 
 
 def _meant(name: str) -> str:
     near = difflib.get_close_matches(name.lower(), MODELS, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f" (did you mean {near[0]}?)" if near else ""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,11 +55,11 @@ class Requests(NamedTuple):
     `options` [N]. The padding of the last refill is the engine's business, not the caller's.
     """
 
-    tokens: jax.Array
-    lengths: jax.Array
-    ids: jax.Array
-    seeds: jax.Array
-    limits: jax.Array
+    tokens: Any
+    lengths: Any
+    ids: Any
+    seeds: Any
+    limits: Any
     options: Sampling
 
 
@@ -69,21 +69,21 @@ class Samples(NamedTuple):
     int32 [1] a replica.
     """
 
-    tokens: jax.Array
-    logp: jax.Array
-    raw_logp: jax.Array
-    lengths: jax.Array
-    stops: jax.Array
-    decode_steps: jax.Array
-    refills: jax.Array
+    tokens: Any
+    logp: Any
+    raw_logp: Any
+    lengths: Any
+    stops: Any
+    decode_steps: Any
+    refills: Any
 
 
 class State(NamedTuple):
-    """Loop state: per slot the running request (N = free), its sampled count and last token; the queue's head."""
+    """Per slot: the running request (N = free), how many tokens it has sampled, the last one; and the queue's head."""
 
     cache: Cache
     request: jax.Array
-    count: jax.Array
+    sampled: jax.Array
     token: jax.Array
     queued: jax.Array
     samples: Samples
@@ -134,7 +134,7 @@ def _start(decoder: Decoder, shape: EngineShape, N: int) -> State:
     return State(
         cache=empty_cache(decoder.config, S, shape.width + R),
         request=jnp.full((S,), N, jnp.int32),
-        count=ints(S),
+        sampled=ints(S),
         token=ints(S),
         queued=jnp.int32(0),
         samples=Samples(ints(N, R), floats(N, R), floats(N, R), ints(N), ints(N), ints(1), ints(1)),
@@ -165,7 +165,7 @@ def _refill(
     return State(
         cache=cache,
         request=put(state.request, jnp.where(admitted_K & ~done_K, request_K, N)),
-        count=put(state.count, jnp.ones_like(request_K)),
+        sampled=put(state.sampled, jnp.ones_like(request_K)),
         token=put(state.token, drawn.token),
         queued=jnp.minimum(state.queued + K, N),
         samples=samples._replace(refills=samples.refills + 1),
@@ -178,14 +178,14 @@ def _decode(
     """One more token for every running slot."""
     N, C = requests.ids.shape[0], shape.width + shape.max_new
     active_S, known_S = state.request < N, jnp.minimum(state.request, N - 1)
-    position_S = requests.lengths[known_S // shape.group] + state.count - 1
+    position_S = requests.lengths[known_S // shape.group] + state.sampled - 1
     hidden_SD, cache = decoder.decode(state.token, jnp.where(active_S, position_S, C), state.cache)
-    drawn = _draw(decoder, shape, requests, step, decoder.logits(hidden_SD), known_S, state.count)
-    samples, done_S = _record(state.samples, requests, stop_ids, drawn, known_S, state.count, active_S)
+    drawn = _draw(decoder, shape, requests, step, decoder.logits(hidden_SD), known_S, state.sampled)
+    samples, done_S = _record(state.samples, requests, stop_ids, drawn, known_S, state.sampled, active_S)
     return State(
         cache=cache,
         request=jnp.where(done_S, N, state.request),
-        count=state.count + active_S,
+        sampled=state.sampled + active_S,
         token=drawn.token,
         queued=state.queued,
         samples=samples._replace(decode_steps=samples.decode_steps + 1),

@@ -10,7 +10,7 @@ over the logits; Gumbel noise would cost V random numbers a row.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,9 @@ from jax import lax
 class Sampling(NamedTuple):
     """Options of each request, [S]: temperature float32 (0 greedy), top_k int32 (0 all), top_p float32 (1 all)."""
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
+    temperature: Any
+    top_k: Any
+    top_p: Any
 
 
 @dataclasses.dataclass(frozen=True)
