@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -13,8 +14,10 @@ from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.data.tokenizer import load_tokenizer
 from jaxrl_post.loops.job import model_config
 from jaxrl_post.models.decoder import abstract
+from jaxrl_post.models.folders import check_free
 from jaxrl_post.models.huggingface_export import save_params
 from jaxrl_post.models.zoo import resolve
+from launch.byte_tokenizer import write_byte_tokenizer
 
 
 def export(run_dir: str | Path, to: str | Path) -> None:
@@ -27,6 +30,7 @@ def export(run_dir: str | Path, to: str | Path) -> None:
     run_dir = Path(run_dir)
     if not (run_dir / "config.yaml").is_file():
         raise ValueError(f"{run_dir} is not the folder of a run: it has no config.yaml; give the recipe's run_dir")
+    check_free(Path(to))
     config = recipes.load(run_dir / "config.yaml")
     if not (run_dir / "checkpoints").is_dir():
         raise ValueError(
@@ -42,5 +46,8 @@ def export(run_dir: str | Path, to: str | Path) -> None:
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), abstract(model)[1])
     arrays, _ = checkpoints.restore(step, {"params": shapes}, partial=True)
     checkpoints.close()
-    save_params(to, arrays["params"], model, source)
+    with tempfile.TemporaryDirectory() as scratch:
+        if source is None:
+            write_byte_tokenizer(Path(scratch))
+        save_params(to, arrays["params"], model, source or Path(scratch))
     print(f"wrote step {step} of {run_dir} to {to}", file=sys.stderr)

@@ -136,13 +136,13 @@ class ByteTokenizer:
     stop_ids = frozenset({257})
     adds_bos = False
     _names = {256: b"<bos>", 257: b"<eos>", 258: b"<pad>"}  # noqa: RUF012
-    _template = (
+    chat_template = (
         "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
 
     def __init__(self) -> None:
-        self._render = compile_template(self._template, "byte tokenizer")
+        self._render = compile_template(self.chat_template, "byte tokenizer")
 
     def encode(self, text: str, add_bos: bool = False) -> list[int]:
         return _with_bos(self, add_bos) + list(text.encode("utf-8"))

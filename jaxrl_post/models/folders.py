@@ -16,8 +16,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
     Raises: ValueError when `target` is there already and not an empty folder; OSError when it appears meanwhile.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} already exists and is not an empty folder: give another, or remove it first")
+    check_free(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     partial.mkdir()
@@ -27,3 +26,9 @@ def new_folder(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial)
         raise
+
+
+def check_free(target: Path) -> None:
+    """Raises: ValueError when `target` is there already and not an empty folder."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} already exists and is not an empty folder: give another, or remove it first")

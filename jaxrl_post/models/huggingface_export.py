@@ -40,7 +40,7 @@ def save_params(
     Args:
       folder: must not exist, or be empty.
       params: the decoder's parameters, each addressable from this process.
-      source: the folder the model came from: its config.json fields and tokenizer files go along.
+      source: the folder the model came from: its tokenizer files and, if it has one, its config.json go along.
       dtype: of the tensors, float32 or bfloat16; None keeps the parameters' own, bit for bit.
       max_shard_bytes: tensors are spread over files of at most this size (a larger tensor has its own), with an index
         when there is more than one.
@@ -54,7 +54,10 @@ def save_params(
     shapes, where = expected_shapes(config), _where(flat, config.layers)
     if where.keys() != shapes.keys():
         raise ValueError(f"params do not fit the config: {sorted(where.keys() ^ shapes.keys())[:8]}")
-    raw = to_huggingface(config) if source is None else read_raw_config(source)
+    if source is not None and (source / "config.json").is_file():
+        raw = read_raw_config(source)
+    else:
+        raw = to_huggingface(config)
     # `dtype` is transformers 5's spelling, `torch_dtype` that of older readers.
     raw |= {"dtype": dtype, "torch_dtype": dtype}
     with new_folder(Path(folder)) as partial:
