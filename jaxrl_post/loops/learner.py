@@ -82,8 +82,11 @@ class Learner:
         with phases("update_actor"):
             for _ in range(self._job.config.algorithm.epochs):
                 for batch, n_micro in batches:
+                    if n_micro == 0:  # no group has signal: even the optimizer's passes are saved
+                        state = state._replace(step=state.step + 1)
+                        continue
                     state, metrics = self._update(state, batch, n_micro)
-                    rows.append(_measured(jax.device_get(metrics), n_micro))
+                    rows.append({name: float(value) for name, value in jax.device_get(metrics).items()})
         reports = [report for *_, report in packed]
         return state, _summary(rows) | {
             "training/trained_sequences": sum(report.sequences for report in reports),
@@ -131,12 +134,6 @@ def _shape(job: Job) -> PackShape:
         share_prefix=config.training.share_prefix,
         batch_shards=batch_shards(job.mesh),
     )
-
-
-def _measured(metrics: dict[str, Any], n_micro: int) -> Metrics:
-    """An update without micro-batches has seen no token: of its metrics the learning rate alone means something."""
-    known = metrics if n_micro else {"actor/lr": metrics["actor/lr"]}
-    return {name: float(value) for name, value in known.items()}
 
 
 def _summary(rows: Sequence[Metrics]) -> Metrics:
