@@ -167,6 +167,8 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
     """Both spellings: `rope_theta` + `rope_scaling`, or one `rope_parameters` (transformers 5)."""
     parameters = raw.get("rope_parameters") or {}
     scaling = raw.get("rope_scaling") or parameters
+    if not isinstance(parameters, Mapping) or not isinstance(scaling, Mapping):
+        raise ValueError(f"config.json: rope_parameters={parameters!r}, rope_scaling={scaling!r}: expected objects")
     theta = _number({**raw, **parameters}, "rope_theta", 10_000.0)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "llama3"):

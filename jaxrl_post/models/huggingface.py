@@ -31,7 +31,11 @@ def read_config(folder: str | Path) -> ModelConfig:
 
     Raises: ValueError for a missing folder or config.json, what is no JSON object, and as `from_huggingface`.
     """
-    return from_huggingface(read_raw_config(folder))
+    raw = read_raw_config(folder)
+    try:
+        return from_huggingface(raw)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
 
 
 def read_raw_config(folder: str | Path) -> dict[str, Any]:
@@ -125,11 +129,11 @@ def _load(
     @functools.cache
     def read(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
         if "{layer}" not in tensor.name:
-            return read_part(tensors[tensor.name], tensor, leaf.shape, bounds, leaf.dtype)
+            return _read_part(tensors[tensor.name], tensor, leaf.shape, bounds, leaf.dtype)
         names = tensor.names(leaf.shape[0])[slice(*bounds[0])]
         part = np.empty([stop - start for start, stop in bounds], leaf.dtype)
         for layer, name in enumerate(names):
-            part[layer] = read_part(tensors[name], tensor, leaf.shape[1:], bounds[1:], leaf.dtype)
+            part[layer] = _read_part(tensors[name], tensor, leaf.shape[1:], bounds[1:], leaf.dtype)
         return part
 
     def callback(index: Any) -> np.ndarray:
@@ -138,7 +142,7 @@ def _load(
     return jax.make_array_from_callback(leaf.shape, sharding, callback)
 
 
-def read_part(source: TensorSlice, tensor: Tensor, shape: tuple[int, ...], bounds: Bounds, dtype: Any) -> np.ndarray:
+def _read_part(source: TensorSlice, tensor: Tensor, shape: tuple[int, ...], bounds: Bounds, dtype: Any) -> np.ndarray:
     """Our elements within `bounds` of a weight whose whole shape here is `shape`, cast to `dtype`."""
     part = source[tensor.their_slices(shape, bounds)]
     return np.ascontiguousarray(tensor.to_ours(part, shape, bounds), dtype=dtype)

@@ -101,6 +101,9 @@ def test_weights_are_cast_to_the_master_dtype(tmp_path):
     params = saved(tmp_path / "m", BASE, dtype="bfloat16")
     widened = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
     assert_same_bits(load(tmp_path / "m", BASE), widened)
+    saved(tmp_path / "wide", BASE)
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    assert_same_bits(load(tmp_path / "wide", dataclasses.replace(BASE, param_dtype="bfloat16")), narrow)
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_all_named(tmp_path):
@@ -288,7 +291,7 @@ def test_config_errors_name_path_key_and_value(tmp_path):
         read_config(tmp_path / "absent")
     with pytest.raises(ValueError, match=r"config.json does not exist"):
         read_config(tmp_path)
-    for text, message in {"{": "is not JSON", "[]": "holds a list"}.items():
+    for text, message in {"{": "is not JSON", "[]": "holds a list", "{}": f"{tmp_path}: architecture None"}.items():
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             read_config(tmp_path)
@@ -306,6 +309,7 @@ UNSUPPORTED = [
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'.*default, llama3"),
     ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor=None"),
     ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ({"rope_scaling": "llama3"}, "rope_scaling='llama3': expected objects"),
     ({"hidden_size": None}, "lacks 'hidden_size'"),
     ({"num_hidden_layers": "two"}, "num_hidden_layers='two'"),
     ({"vocab_size": -1}, "vocab_size=-1"),
