@@ -6,29 +6,15 @@ Unknown keys are refused. Every field has its documentation here; `configs/schem
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
-Count = Annotated[int, Field(ge=0)]
+from jaxrl_post.config_algorithms import GRPO, PolicyAlgorithm, PolicyMethod
+from jaxrl_post.config_base import Count, Fraction, NonNegative, Section, default_kind
+
 AxisSize = Annotated[int, Field(ge=-1)]
 Dtype = Literal["auto", "float32", "bfloat16"]
-Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-def _default_kind(kind: str) -> BeforeValidator:
-    """A section given without `kind` is of the default kind, as it is when not given at all."""
-
-    def with_kind(value: Any) -> Any:
-        return {"kind": kind, **value} if isinstance(value, dict) else value
-
-    return BeforeValidator(with_kind)
 
 
 class RandomModel(Section):
@@ -151,12 +137,10 @@ class ReasoningGymTask(Section):
     dataset: str
     size: PositiveInt = 1000
     held_out: PositiveInt = 64
-    options: dict[str, int | float | str | bool] = {}
+    options: dict[str, int | float | str | bool] = Field(default={})
 
 
-Task = Annotated[
-    ArithmeticTask | JsonlTask | ReasoningGymTask, Field(discriminator="kind"), _default_kind("arithmetic")
-]
+Task = Annotated[ArithmeticTask | JsonlTask | ReasoningGymTask, Field(discriminator="kind"), default_kind("arithmetic")]
 
 
 class Data(Section):
@@ -200,7 +184,7 @@ class FunctionReward(Section):
 Reward = Annotated[
     LastNumberReward | ExactMatchReward | ReasoningGymReward | FunctionReward,
     Field(discriminator="kind"),
-    _default_kind("last_number"),
+    default_kind("last_number"),
 ]
 
 
@@ -221,32 +205,7 @@ class Rollout(Section):
     """Free slots awaited before a refill; a multiple or a divisor of `samples_per_prompt`; null chooses."""
 
 
-class KL(Section):
-    coef: NonNegative = 0.0
-    """0 keeps no reference model."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-
-
-class GRPO(Section):
-    """Group-relative policy optimisation (arXiv:2402.03300) with PPO clipping."""
-
-    kind: Literal["grpo"] = "grpo"
-    normalize_by_std: bool = True
-    """Divide by the group's standard deviation (ddof 1) + 1e-6; false is Dr.GRPO's centring alone."""
-    clip_low: NonNegative = 0.2
-    clip_high: NonNegative = 0.2
-    aggregation: Aggregation = "token-mean"
-    loss_scale_length: PositiveInt | None = None
-    """The constant L of seq-mean-token-sum-norm; null is `rollout.max_new_tokens`."""
-    epochs: PositiveInt = 1
-    """Passes over a step's samples."""
-    mini_batches: PositiveInt = 1
-    """Optimizer updates in each pass; samples are split by whole groups."""
-    old_logprobs: Literal["sampler", "trainer"] = "sampler"
-    """π_old from the sampler's own log-probs, or recomputed by a forward pass before the first update."""
-    drop_truncated: bool = False
-    """Leave samples that ran into the token limit out of the loss, numerator and denominator."""
-    kl: KL = KL()
+Algorithm = Annotated[PolicyAlgorithm, Field(discriminator="kind"), default_kind("grpo")]
 
 
 class Optimizer(Section):
@@ -303,7 +262,7 @@ class Config(Section):
     data: Data = Data()
     reward: Reward = LastNumberReward()
     rollout: Rollout = Rollout()
-    algorithm: Annotated[GRPO, Field(discriminator=None)] = GRPO()
+    algorithm: Algorithm = GRPO()
     optimizer: Optimizer = Optimizer()
     training: Training = Training()
     checkpoint: Checkpoint = Checkpoint()
@@ -320,24 +279,6 @@ class Config(Section):
             )
         if refill is not None and slots is not None and refill > slots:
             raise ValueError(f"rollout.refill={refill} cannot exceed rollout.slots={slots}")
-        truncated = self.rollout.top_k > 0 or self.rollout.top_p < 1
-        if truncated and self.algorithm.old_logprobs == "sampler":
-            raise ValueError(
-                f"rollout.top_k={self.rollout.top_k}, rollout.top_p={self.rollout.top_p} cut the distribution sampled "
-                "from, so its log-probs are not the policy's: set algorithm.old_logprobs=trainer"
-            )
-        if self.rollout.temperature == 0:
-            raise ValueError("rollout.temperature=0 samples greedily, every group is alike: give a value above 0")
-        if self.data.prompts_per_step % self.algorithm.mini_batches:
-            raise ValueError(
-                f"data.prompts_per_step={self.data.prompts_per_step} must be a multiple of "
-                f"algorithm.mini_batches={self.algorithm.mini_batches}"
-            )
-        if self.algorithm.loss_scale_length and self.algorithm.aggregation != "seq-mean-token-sum-norm":
-            raise ValueError(
-                f"algorithm.loss_scale_length={self.algorithm.loss_scale_length} is only read by "
-                f"algorithm.aggregation=seq-mean-token-sum-norm, not by {self.algorithm.aggregation}: set it to null"
-            )
         if self.reward.kind == "reasoning_gym" and self.data.task.kind != "reasoning_gym":
             raise ValueError(
                 f"reward.kind=reasoning_gym scores rows of data.task.kind=reasoning_gym, not {self.data.task.kind}"
@@ -353,5 +294,31 @@ class Config(Section):
             raise ValueError(
                 f"training.tokens_per_microbatch={self.training.tokens_per_microbatch} does not hold one row: give at "
                 f"least {row} (training.row_length, or data.max_prompt_tokens + rollout.max_new_tokens)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _policy_consistent(self) -> Config:
+        """What sampling and a policy method ask of each other."""
+        if not isinstance(self.algorithm, PolicyMethod):
+            return self
+        truncated = self.rollout.top_k > 0 or self.rollout.top_p < 1
+        if truncated and self.algorithm.old_logprobs == "sampler":
+            raise ValueError(
+                f"rollout.top_k={self.rollout.top_k}, rollout.top_p={self.rollout.top_p} cut the distribution sampled "
+                "from, so its log-probs are not the policy's: set algorithm.old_logprobs=trainer"
+            )
+        if self.rollout.temperature == 0:
+            raise ValueError("rollout.temperature=0 samples greedily, every group is alike: give a value above 0")
+        if self.data.prompts_per_step % self.algorithm.mini_batches:
+            raise ValueError(
+                f"data.prompts_per_step={self.data.prompts_per_step} must be a multiple of "
+                f"algorithm.mini_batches={self.algorithm.mini_batches}"
+            )
+        overlong, limit = self.algorithm.overlong, self.rollout.max_new_tokens
+        if overlong is not None and overlong.buffer is not None and overlong.buffer > limit:
+            raise ValueError(
+                f"algorithm.overlong.buffer={overlong.buffer} is longer than rollout.max_new_tokens={limit}, the limit "
+                "it is counted from: lower it"
             )
         return self

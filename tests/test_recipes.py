@@ -191,7 +191,7 @@ def test_every_synonym_points_at_a_key_that_exists(recipe):
         ("rollout.top_p=0", ["greater than 0"]),
         ("rollout.stop_token_ids=[1, x]", ["rollout.stop_token_ids.1", '"x"']),
         ("rollout.stop_token_ids=3", ["must be a list"]),
-        ("algorithm.kind=ppo", ["'grpo'"]),
+        ("algorithm.kind=grop", ["is not one of grpo", "Did you mean grpo?"]),
         ("algorithm.aggregation=tokenmean", ["'token-sum'", "Did you mean token-mean?"]),
         ("data.task.kind=arithmatic", ["jsonl", "Did you mean arithmetic?"]),
         ("data.task={kind: jsonl}", ["data.task.path: required", "One JSON object a line"]),
