@@ -90,8 +90,8 @@ def _inside(folder: Path, name: str) -> Path:
     target = (folder / name).resolve()
     if lexical.is_absolute() or ".." in lexical.parts or not any(target.is_relative_to(root) for root in roots):
         raise ValueError(
-            f"{folder}: weight file {name!r} leads out of the folder (to {target}) and was not opened; "
-            "put the file itself into the folder"
+            f"{folder}: weight file {name!r} is no plain path inside the folder (it leads to {target}) and was not "
+            "opened; put the file itself into the folder"
         )
     return folder / name
 

@@ -196,19 +196,28 @@ def test_a_shard_in_a_subfolder_is_read(tmp_path):
     assert_same_bits(load(tmp_path / "m", BASE), params)
 
 
-@pytest.mark.parametrize("way", ["parent", "parent of a subfolder", "absolute", "link", "link to a folder"])
+OUTSIDE = {
+    "parent": "../x.safetensors",
+    "parent of a subfolder": "sub/../../x.safetensors",
+    "absolute": "{above}/x.safetensors",
+    "absolute, inside": "{above}/m/inside.safetensors",
+    "link": "x.safetensors",
+    "link to a folder": "out/x.safetensors",
+}
+
+
+@pytest.mark.parametrize("way", OUTSIDE)
 def test_shards_outside_the_folder_are_never_opened(tmp_path, monkeypatch, way):
-    file = {"parent": "../x.safetensors", "parent of a subfolder": "sub/../../x.safetensors",
-            "absolute": str(tmp_path / "x.safetensors"), "link": "x.safetensors",
-            "link to a folder": "out/x.safetensors"}[way]  # fmt: skip
+    file = OUTSIDE[way].format(above=tmp_path)
     listed_as(tmp_path / "m", file)
     (tmp_path / "m" / "sub").mkdir()
     (tmp_path / "m" / "out").symlink_to(tmp_path)
     (tmp_path / "m" / "x.safetensors").symlink_to(tmp_path / "x.safetensors")
+    (tmp_path / "m" / "inside.safetensors").write_bytes((tmp_path / "x.safetensors").read_bytes())
     assert (tmp_path / "m" / file).is_file()
     opened = []
     monkeypatch.setattr("jaxrl_post.models.shards.safe_open", lambda *a, **k: opened.append(a))
-    with pytest.raises(ValueError, match=r"x\.safetensors' leads out of the folder"):
+    with pytest.raises(ValueError, match=r"\.safetensors' is no plain path inside the folder"):
         load(tmp_path / "m", BASE)
     assert not opened
 
@@ -224,7 +233,7 @@ def test_the_hub_cache_layout_is_read_and_no_other_link_beside_it(tmp_path):
     weights.unlink()
     (repo / "blobs" / "0123").rename(repo / "0123")
     weights.symlink_to("../../0123")
-    with pytest.raises(ValueError, match="leads out of the folder"):
+    with pytest.raises(ValueError, match="is no plain path inside the folder"):
         load(weights.parent, BASE)
 
 
