@@ -50,16 +50,17 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """A completion with what the update needs: its prompt's ids, and one advantage for the whole response.
+    """A completion with what the update needs: its prompt's ids, and an advantage.
 
-    Samples with the same `group` share `prompt_ids`. `train` False keeps it out of the loss (and its denominators).
+    `advantage` is one number for the whole response or float32 [n], one for each token. Samples with the same `group`
+    share `prompt_ids`. `train` False keeps it out of the loss (and its denominators).
     """
 
     group: int
     prompt_ids: tuple[int, ...]
     response_ids: np.ndarray
     logp: np.ndarray
-    advantage: float
+    advantage: float | np.ndarray
     train: bool = True
 
 

@@ -5,7 +5,8 @@ P prompts a step, G samples each; A micro-batches, B rows, M targets of an updat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +15,11 @@ import numpy as np
 from jaxrl_post.loops.job import Job
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.observe.progress import Phases
-from jaxrl_post.training.loss import grpo_loss
+from jaxrl_post.training.loss import policy_loss
 from jaxrl_post.training.optimizer import make_optimizer
 from jaxrl_post.training.packing import PackShape, pack, pack_shape
 from jaxrl_post.training.state import TrainState, abstract_state, init_state, state_shardings
+from jaxrl_post.training.surrogate import sampler_metrics
 from jaxrl_post.training.update import batch_shardings, make_score, make_update
 from jaxrl_post.types import TrainBatch, Trajectory
 from sharding.mesh import batch_shards
@@ -30,23 +32,25 @@ FIRST_UPDATE = ("training/rollout_probs_diff", "rollout_corr/")  # sampler again
 class Learner:
     """The compiled update and scoring programs of a run, and the frozen reference policy where a KL asks for one."""
 
-    def __init__(self, job: Job, reference: Params | None = None):
-        """`reference` are initial parameters in the training layout, needed with `algorithm.kl.coef` > 0; copied."""
+    def __init__(self, job: Job):
+        """Holds no weights yet. Raises: ValueError when a custom loss cannot be had."""
         config, algorithm = job.config, job.config.algorithm
         self._job = job
         self._optimizer = make_optimizer(config.optimizer, config.steps, algorithm.epochs * algorithm.mini_batches)
         self._shardings = state_shardings(job.abstract_params, job.axes, self._optimizer, job.mesh)
         self.shape = _shape(job)
         self._batch_shardings = batch_shardings(self.shape, job.mesh)
+        num_sequences = _num_sequences(job, self.shape)
         temperature, chunk = config.rollout.temperature, config.training.logprob_chunk
         self._update = make_update(
             job.graphdef,
             self._optimizer,
-            grpo_loss(algorithm),
+            policy_loss(algorithm, num_sequences),
             shardings=self._shardings,
             batch_shardings=self._batch_shardings,
             temperature=temperature,
             chunk=chunk,
+            entropy_gradient=algorithm.entropy_coef > 0,
         )
         self._score = make_score(
             job.graphdef,
@@ -55,7 +59,17 @@ class Learner:
             temperature=temperature,
             chunk=chunk,
         )
-        self._reference = reshard(reference, self._shardings.params) if algorithm.kl.coef and reference else None
+        self._sampler_metrics = jax.jit(sampler_metrics(algorithm, num_sequences))
+        self._reference: Params | None = None
+
+    @property
+    def needs_reference(self) -> bool:
+        return self._job.config.algorithm.kl.coef > 0
+
+    def keep_reference(self, params: Params) -> None:
+        """Copy the frozen policy of the KL, where `needs_reference`; before the first `learn`."""
+        if self.needs_reference:
+            self._reference = reshard(params, self._shardings.params)
 
     def start(self, params: Params) -> TrainState:
         """Fresh optimizer state around `params`, which it takes over (the first update donates them)."""
@@ -76,8 +90,10 @@ class Learner:
 
         Metrics are means over the updates, those that compare sampler and trainer are the first update's.
         """
-        packed = [self._pack(mini) for mini in self._mini_batches(trajectories)]
+        keep_all = self._job.config.algorithm.keeps_zero_advantage
+        packed = [self._pack(mini, keep_all) for mini in self._mini_batches(trajectories)]
         batches = [(self._scored(state, batch, n_micro, phases), n_micro) for batch, n_micro, _ in packed]
+        measured = self._measured_mismatch([batch for batch, n_micro in batches if n_micro])
         rows: list[Metrics] = []
         with phases("update_actor"):
             for _ in range(self._job.config.algorithm.epochs):
@@ -86,20 +102,40 @@ class Learner:
                         state = state._replace(step=state.step + 1)
                         continue
                     state, metrics = self._update(state, batch, n_micro)
-                    rows.append({name: float(value) for name, value in jax.device_get(metrics).items()})
+                    rows.append(_floats(metrics))
         reports = [report for *_, report in packed]
-        return state, _summary(rows) | {
+        return state, _summary(rows) | measured | {
             "training/trained_sequences": sum(report.sequences for report in reports),
             "training/row_occupancy": float(np.mean([report.occupancy for report in reports])),
             "training/micro_batches": sum(n_micro for _, n_micro in batches),
         }
+
+    def old_and_reference(
+        self, state: TrainState, trajectories: Sequence[Trajectory], phases: Phases
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """log π_old and log π_ref of each sampled token, a float32 [n] for each trajectory; for a KL in the reward.
+
+        A trajectory that is not trained on gives [0] arrays. With old_logprobs=trainer π_old is scored here, and once
+        more for the update.
+        """
+        old, reference = [], []
+        for mini in self._mini_batches(trajectories):
+            # Each target carries its trajectory's number in place of an advantage, to find its way back.
+            numbered = [dataclasses.replace(t, advantage=float(i)) for i, t in enumerate(mini, start=1)]
+            batch, n_micro, _ = self._pack(numbered, keep_all=True)
+            placed = self._scored(state, batch, n_micro, phases)
+            with phases("ref"):
+                reference_ABM = jax.device_get(self._score(self._reference, placed, n_micro))
+            old += by_number(jax.device_get(placed.old_logp), batch.advantage, len(mini))
+            reference += by_number(reference_ABM, batch.advantage, len(mini))
+        return old, reference
 
     def _mini_batches(self, trajectories: Sequence[Trajectory]) -> list[Sequence[Trajectory]]:
         """Whole groups, in order."""
         size = len(trajectories) // self._job.config.algorithm.mini_batches
         return [trajectories[i : i + size] for i in range(0, len(trajectories), size)]
 
-    def _pack(self, trajectories: Sequence[Trajectory]) -> tuple[TrainBatch, int, Any]:
+    def _pack(self, trajectories: Sequence[Trajectory], keep_all: bool) -> tuple[TrainBatch, int, Any]:
         config = self._job.config
         return pack(
             trajectories,
@@ -107,7 +143,7 @@ class Learner:
             aggregation=config.algorithm.aggregation,
             scale_length=config.algorithm.loss_scale_length or config.rollout.max_new_tokens,
             share_prefix=config.training.share_prefix,
-            keep_all=config.algorithm.kl.coef > 0,
+            keep_all=keep_all,
         )
 
     def _scored(self, state: TrainState, batch: TrainBatch, n_micro: int, phases: Phases) -> TrainBatch:
@@ -116,10 +152,16 @@ class Learner:
         if self._job.config.algorithm.old_logprobs == "trainer":
             with phases("old_log_prob"):
                 placed = placed._replace(old_logp=jax.block_until_ready(self._score(state.params, placed, n_micro)))
-        if self._reference is not None:
+        if self._job.config.algorithm.kl_in_loss:
             with phases("ref"):
                 placed = placed._replace(ref_logp=jax.block_until_ready(self._score(self._reference, placed, n_micro)))
         return placed
+
+    def _measured_mismatch(self, batches: Sequence[TrainBatch]) -> Metrics:
+        """All of `rollout_corr/*`, where the trainer's π_old is known; means over the mini-batches."""
+        if self._job.config.algorithm.old_logprobs == "sampler":
+            return {}
+        return _mean_metrics([_floats(self._sampler_metrics(batch)) for batch in batches])
 
 
 def _shape(job: Job) -> PackShape:
@@ -134,6 +176,28 @@ def _shape(job: Job) -> PackShape:
         share_prefix=config.training.share_prefix,
         batch_shards=batch_shards(job.mesh),
     )
+
+
+def by_number(values_ABM: np.ndarray, numbers_ABM: np.ndarray, count: int) -> list[np.ndarray]:
+    """The values at numbers 1…count, in order; a number's targets lie in one row, in time order."""
+    numbers = numbers_ABM.ravel()
+    order = np.argsort(numbers, kind="stable")
+    ends = np.searchsorted(numbers[order], np.arange(count + 1), side="right")
+    return np.split(values_ABM.ravel()[order], ends)[1:-1]
+
+
+def _num_sequences(job: Job, shape: PackShape) -> int:
+    """The most sequences a row can hold: each has a token, and an update has so many."""
+    samples = job.config.data.prompts_per_step * job.config.rollout.samples_per_prompt
+    return min(shape.targets, samples // job.config.algorithm.mini_batches)
+
+
+def _floats(metrics: Mapping[str, Any]) -> Metrics:
+    return {name: float(value) for name, value in jax.device_get(metrics).items()}
+
+
+def _mean_metrics(rows: Sequence[Metrics]) -> Metrics:
+    return {name: float(np.mean([row[name] for row in rows])) for name in (rows[0] if rows else {})}
 
 
 def _summary(rows: Sequence[Metrics]) -> Metrics:

@@ -1,4 +1,4 @@
-"""The online loop: sample → reward → advantage → update, read top to bottom.
+"""The online loop: gather (sample → reward) → credit → update, read top to bottom.
 
 P prompts a step, G samples each, N = P·G.
 """
@@ -6,7 +6,7 @@ P prompts a step, G samples each, N = P·G.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,18 @@ from jaxrl_post import recipes
 from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.config import Config
 from jaxrl_post.data.prompts import PromptStream
+from jaxrl_post.loops.credit import Credit
+from jaxrl_post.loops.gather import Gather, Samples, grade, sample_greedily
 from jaxrl_post.loops.job import Job, build, initial_params, rollout_params
 from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.measures import Metrics, sample_metrics, speed_metrics
 from jaxrl_post.models.decoder import Params
-from jaxrl_post.objectives.advantages import group_advantages
 from jaxrl_post.observe.compiles import CompileCounter
 from jaxrl_post.observe.metrics import METRICS, MetricsWriter
 from jaxrl_post.observe.plot import plot_curves
 from jaxrl_post.observe.progress import Phases, Progress
-from jaxrl_post.rollout.sampler import Rollout, SampleOptions, Sampler
+from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.training.state import TrainState
-from jaxrl_post.types import Prompt, StopReason, Trajectory
 from sharding.placement import bytes_per_device
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,9 @@ def run(config: Config) -> None:
         return
     stream = PromptStream(job.train_prompts, config.data.prompts_per_step, config.seed, config.data.shuffle)
     sampler = Sampler(job.graphdef, job.model, job.mesh, job.stop_ids)
-    learner, state = _start(job, checkpoints, stream, done)
+    learner, gather = Learner(job), Gather(job, sampler, stream)
+    credit = Credit(job, sampler, learner)
+    state = _start(job, checkpoints, learner, gather, credit, done)
     _write_config(config, run_dir)
 
     resumed = done if done > 0 else None
@@ -61,26 +63,26 @@ def run(config: Config) -> None:
             writer.write(0, _note(progress, evaluate(job, sampler, state.params)))
             phases.collect()
         for step in range(done + 1, config.steps + 1):
-            prompts = stream.next()
-            with phases("gen"):
-                rollout = sample(job, sampler, rollout_params(job, state.params), prompts, step)
-            with phases("reward"):
-                texts, rewards_N = grade(job, prompts, rollout)
-            with phases("adv"):
-                trajectories = to_trajectories(job, prompts, rollout, rewards_N)
+            params = rollout_params(job, state.params)
+            samples, gathered = gather.next(params, step, phases)
+            trajectories, credited = credit.assign(samples, state, params, phases)
+            del params  # may be the state's own arrays, which the update is given for good
             state, learned = learner.learn(state, trajectories, phases)
 
-            advantages_N = np.array([t.advantage for t in trajectories])
+            advantages_N = np.array([np.mean(t.advantage) for t in trajectories])
             metrics = {"training/global_step": step, **learned}
-            metrics |= sample_metrics(prompts, rollout, rewards_N, advantages_N, job.prompt_width)
+            metrics |= sample_metrics(
+                samples.prompts, samples.rollout, samples.rewards_N, advantages_N, job.prompt_width
+            )
+            metrics |= gathered | credited
             if _due(step, config.evaluation.every, config.steps) and config.evaluation.enabled and job.held_out:
                 with phases("testing"):
                     metrics |= _note(progress, evaluate(job, sampler, state.params))
             if _due(step, config.checkpoint.every, config.steps):
                 with phases("save_checkpoint"):
-                    checkpoints.save(step, state._asdict(), {"data": stream.state()})
+                    checkpoints.save(step, state._asdict(), gather.state() | credit.state())
             if config.dump_rollouts:
-                writer.write_rollouts(step, _dump(prompts, rollout, texts, rewards_N, advantages_N))
+                writer.write_rollouts(step, _dump(samples, advantages_N))
             metrics |= phases.collect() | compiles.collect()
             metrics |= speed_metrics(metrics["perf/total_num_tokens"], metrics["timing_s/step"], job.mesh.size)
             writer.write(step, metrics)
@@ -90,57 +92,11 @@ def run(config: Config) -> None:
         progress.note(_conclusion(run_dir))
 
 
-def sample(job: Job, sampler: Sampler, params: Params, prompts: Sequence[Prompt], step: int) -> Rollout:
-    """G completions of every prompt, drawn with this step's noise."""
-    options = job.config.rollout
-    asked = SampleOptions(
-        samples_per_prompt=options.samples_per_prompt,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        slots=options.slots,
-        refill=options.refill,
-    )
-    ids = [prompt.ids for prompt in prompts]
-    return sampler.generate(params, ids, asked, seed=job.config.seed, step=step, width=job.prompt_width)
-
-
-def grade(job: Job, prompts: Sequence[Prompt], rollout: Rollout) -> tuple[list[str], np.ndarray]:
-    """The completions as text, and a reward for each, float64 [N]."""
-    texts = [job.tokenizer.decode(c.ids) for c in rollout.completions]
-    return texts, np.array(job.reward([prompts[c.prompt] for c in rollout.completions], texts))
-
-
-def to_trajectories(job: Job, prompts: Sequence[Prompt], rollout: Rollout, rewards_N: np.ndarray) -> list[Trajectory]:
-    """Completions with the advantage over their group. Stop reasons, not widths, tell which were cut."""
-    algorithm = job.config.algorithm
-    groups_N = np.array([c.prompt for c in rollout.completions], np.int32)
-    advantages_N = _advantages(np.float32(rewards_N), groups_N, algorithm.normalize_by_std)
-    return [
-        Trajectory(
-            group=c.prompt,
-            prompt_ids=prompts[c.prompt].ids,
-            response_ids=c.ids,
-            logp=c.logp,
-            advantage=float(advantage),
-            train=not (algorithm.drop_truncated and c.stop is StopReason.LENGTH),
-        )
-        for c, advantage in zip(rollout.completions, np.asarray(advantages_N), strict=True)
-    ]
-
-
 def evaluate(job: Job, sampler: Sampler, params: Params) -> Metrics:
     """Mean reward of one greedy completion for each held-out prompt."""
-    greedy = SampleOptions(max_new_tokens=job.config.rollout.max_new_tokens, temperature=0.0)
-    ids = [prompt.ids for prompt in job.held_out]
-    params = rollout_params(job, params)
-    rollout = sampler.generate(params, ids, greedy, seed=job.config.seed, step=0, width=job.prompt_width)
+    rollout = sample_greedily(job, sampler, rollout_params(job, params), job.held_out)
     _, rewards_N = grade(job, job.held_out, rollout)
     return {f"val-core/{job.task_name}/acc/mean@1": float(rewards_N.mean())}
-
-
-_advantages = jax.jit(group_advantages, static_argnums=2)
 
 
 def _last_step(checkpoints: Checkpointer, config: Config) -> int:
@@ -154,16 +110,20 @@ def _last_step(checkpoints: Checkpointer, config: Config) -> int:
     return newest or 0
 
 
-def _start(job: Job, checkpoints: Checkpointer, stream: PromptStream, done: int) -> tuple[Learner, TrainState]:
+def _start(
+    job: Job, checkpoints: Checkpointer, learner: Learner, gather: Gather, credit: Credit, done: int
+) -> TrainState:
     """Weights from the model for a new run, from the checkpoint otherwise; the reference is the model in both."""
     if not done:
         fresh = initial_params(job)
-        learner = Learner(job, reference=fresh)
-        return learner, learner.start(fresh)
-    learner = Learner(job, reference=initial_params(job) if job.config.algorithm.kl.coef else None)
+        learner.keep_reference(fresh)
+        return learner.start(fresh)
+    if learner.needs_reference:
+        learner.keep_reference(initial_params(job))
     arrays, host = checkpoints.restore(done, learner.abstract_state()._asdict())
-    stream.restore(host["data"])
-    return learner, TrainState(**arrays)
+    gather.restore(host)
+    credit.restore(host)
+    return TrainState(**arrays)
 
 
 def _write_config(config: Config, run_dir: Path) -> None:
@@ -209,11 +169,10 @@ def _conclusion(run_dir: Path) -> str:
     )
 
 
-def _dump(
-    prompts: Sequence[Prompt], rollout: Rollout, texts: Sequence[str], rewards_N: np.ndarray, advantages_N: np.ndarray
-) -> Iterator[dict[str, Any]]:
-    for c, text, reward, advantage in zip(rollout.completions, texts, rewards_N, advantages_N, strict=True):
-        prompt = prompts[c.prompt]
+def _dump(samples: Samples, advantages_N: np.ndarray) -> Iterator[dict[str, Any]]:
+    completions = samples.rollout.completions
+    for c, text, reward, advantage in zip(completions, samples.texts, samples.rewards_N, advantages_N, strict=True):
+        prompt = samples.prompts[c.prompt]
         yield {
             "prompt": prompt.text,
             "completion": text,

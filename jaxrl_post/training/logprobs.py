@@ -28,17 +28,26 @@ def token_logprobs(
     temperature: float,
     chunk: int,
     place: Callable[[jax.Array], jax.Array] = lambda x_BTD: x_BTD,
+    entropy_gradient: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """log softmax(z/temperature) at the targets and the entropy of that distribution, in nats; both float32 [B, M].
 
     Arguments are the fields of one micro-batch of `types.TrainBatch`. The sampler divides by the same temperature, so
     on policy the ratio to its log-probs is 1. Masked targets give exactly 0 in both and no gradient; the entropy
-    carries none at all. `place` is that of `Decoder.hidden`. Raises: ValueError unless `temperature` and `chunk` are
-    positive.
+    carries one only with `entropy_gradient`. `place` is that of `Decoder.hidden`. Raises: ValueError unless
+    `temperature` and `chunk` are positive.
     """
     x_BTD = decoder.hidden(tokens_BT, positions_BT, segments_BT, branches_BT, place)
     x_BMD = jnp.take_along_axis(x_BTD, source_BM[..., None], axis=1, mode="clip")
-    return chunked_logprobs(decoder.logits, x_BMD, target_BM, mask_BM, temperature=temperature, chunk=chunk)
+    return chunked_logprobs(
+        decoder.logits,
+        x_BMD,
+        target_BM,
+        mask_BM,
+        temperature=temperature,
+        chunk=chunk,
+        entropy_gradient=entropy_gradient,
+    )
 
 
 def chunked_logprobs(
@@ -49,6 +58,7 @@ def chunked_logprobs(
     *,
     temperature: float,
     chunk: int,
+    entropy_gradient: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """`target_stats` of logits(x), [B, C, V] at a time in both passes; chunks without live targets are not computed."""
     if temperature <= 0 or chunk <= 0:
@@ -64,7 +74,7 @@ def chunked_logprobs(
         return jnp.moveaxis(x_nBC, 0, 1).reshape(B, -1)[:, :M]
 
     def compute(x_BCD: jax.Array, target_BC: jax.Array, mask_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logp_BC, entropy_BC = target_stats(logits(x_BCD), target_BC, temperature)
+        logp_BC, entropy_BC = target_stats(logits(x_BCD), target_BC, temperature, entropy_gradient)
         return live(logp_BC, mask_BC), live(entropy_BC, mask_BC)
 
     def skip(_x: jax.Array, _target: jax.Array, mask_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -82,13 +92,19 @@ def chunked_logprobs(
     return join(logp_nBC), join(entropy_nBC)
 
 
-def target_stats(logits_BCV: jax.Array, target_BC: jax.Array, temperature: float) -> tuple[jax.Array, jax.Array]:
-    """log softmax(z/temperature)[target] and the entropy (nats, no gradient), float32 [B, C]; logits may be −inf.
+def target_stats(
+    logits_BCV: jax.Array, target_BC: jax.Array, temperature: float, entropy_gradient: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """log softmax(z/temperature)[target] and the entropy in nats, float32 [B, C]; logits may be −inf.
+
+    The entropy is a constant unless `entropy_gradient`: the default's backward pass does not touch it.
 
     The target is picked by compare and sum: a gather would collect a vocabulary that is cut over devices.
     """
     logp_BCV = jax.nn.log_softmax(logits_BCV.astype(jnp.float32) / temperature, axis=-1)
     ids_11V = jnp.arange(logits_BCV.shape[-1], dtype=target_BC.dtype)[None, None]
     logp_BC = jnp.sum(jnp.where(target_BC[..., None] == ids_11V, logp_BCV, 0.0), axis=-1)
-    surprise_BCV = lax.stop_gradient(jnp.where(logp_BCV > -jnp.inf, -logp_BCV, 0.0))
+    surprise_BCV = jnp.where(logp_BCV > -jnp.inf, -logp_BCV, 0.0)
+    if not entropy_gradient:
+        surprise_BCV = lax.stop_gradient(surprise_BCV)
     return logp_BC, jnp.sum(jnp.exp(-surprise_BCV) * surprise_BCV, axis=-1)

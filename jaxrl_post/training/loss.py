@@ -12,14 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrl_post.config import GRPO
+from jaxrl_post.config_algorithms import KL, PolicyMethod
 from jaxrl_post.objectives import kl
 from jaxrl_post.objectives.reductions import live, weighted_sum
-from jaxrl_post.objectives.surrogates import log_ratio, ppo_clip
+from jaxrl_post.objectives.sequence_surrogates import off_policy_keep
+from jaxrl_post.objectives.surrogates import log_ratio
+from jaxrl_post.training.surrogate import correct, policy_term
 from jaxrl_post.types import TrainBatch
 
 Scalars = dict[str, jax.Array]
 DIFFERENCE = "training/rollout_probs_diff"
+STATS = {"kl_to_old": "actor/ppo_kl", "clipped_dual": "actor/pg_clipfrac_lower"}
 
 
 class Tally(NamedTuple):
@@ -36,36 +39,86 @@ class Tally(NamedTuple):
 
 # (logp_BM, entropy_BM, micro-batch with fields [B, T] and [B, M]) -> loss, tally
 TokenLoss = Callable[[jax.Array, jax.Array, TrainBatch], tuple[jax.Array, Tally]]
+# (logp_BM, entropy_BM, micro-batch) -> metric, coefficient, value of each token
+Regularizer = Callable[[jax.Array, jax.Array, TrainBatch], tuple[str, float, jax.Array]]
+# (term_BM, logp_BM, micro-batch) -> reweighted term, statistics
+Reweight = Callable[[jax.Array, jax.Array, TrainBatch], tuple[jax.Array, Scalars]]
 
 
-def grpo_loss(algorithm: GRPO) -> TokenLoss:
-    """Σ weight · (PPO clip + coef · KL to the reference) over the live targets."""
+def policy_loss(algorithm: PolicyMethod, num_sequences: int) -> TokenLoss:
+    """Σ weight · (surrogate · correction + coef · KL to the reference − coef · entropy) over the live targets.
+
+    `num_sequences` is the most sequences a row may hold. What a correction drops leaves the numerator only.
+    """
+    policy, terms = policy_term(algorithm, num_sequences), regularizers(algorithm)
+    reweight = _reweighting(algorithm, num_sequences)
 
     def loss(logp_BM: jax.Array, entropy_BM: jax.Array, batch: TrainBatch) -> tuple[jax.Array, Tally]:
-        mask_BM = batch.mask
-        policy = ppo_clip(
-            logp_BM,
-            batch.old_logp,
-            batch.advantage,
-            mask_BM,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-        )
-        total = weighted_sum(policy.term_BT, mask_BM, batch.weight)
+        term_BM, stats = policy(logp_BM, batch)
+        term_BM, correction_stats = reweight(term_BM, logp_BM, batch)
+        total = weighted_sum(term_BM, batch.mask, batch.weight)
         totals = {"actor/pg_loss": total}
-        if algorithm.kl.coef:
-            penalty_BM = kl.penalty(logp_BM, batch.ref_logp, mask_BM, algorithm.kl.estimator)
-            totals["actor/kl_loss"] = weighted_sum(penalty_BM, mask_BM, batch.weight)
-            total = total + algorithm.kl.coef * totals["actor/kl_loss"]
-        stats = {
-            "actor/ppo_kl": policy.stats["kl_to_old"],
-            "actor/pg_clipfrac": policy.stats["clipped_high"] + policy.stats["clipped_low"],
-            "actor/pg_clipfrac_lower": policy.stats["clipped_dual"],
-            "actor/entropy": entropy_BM,
-        }
+        for term in terms:
+            name, coef, value_BM = term(logp_BM, entropy_BM, batch)
+            totals[name] = weighted_sum(value_BM, batch.mask, batch.weight)
+            total = total + coef * totals[name]
+        stats = named_stats(stats) | correction_stats | {"actor/entropy": entropy_BM}
         return total, tally(logp_BM, batch, totals, stats)
 
     return loss
+
+
+def regularizers(algorithm: PolicyMethod) -> list[Regularizer]:
+    """What the loss adds to the surrogate: a KL to the reference, an entropy bonus; none where its coefficient is 0."""
+    terms: list[Regularizer] = []
+    if algorithm.kl_in_loss:
+        terms.append(lambda logp_BM, _, batch: ("actor/kl_loss", algorithm.kl.coef, _kl(algorithm.kl, logp_BM, batch)))
+    if algorithm.entropy_coef:
+        terms.append(lambda _, entropy_BM, batch: ("actor/entropy_loss", -algorithm.entropy_coef, entropy_BM))
+    return terms
+
+
+def named_stats(stats_BM: Scalars) -> Scalars:
+    """A surrogate's statistics under verl's names, where it has one; the ratio's mean tells nothing and is left out."""
+    stats = {k: v for k, v in stats_BM.items() if k != "ratio"}
+    named = {}
+    if "clipped_high" in stats and "clipped_low" in stats:
+        named["actor/pg_clipfrac"] = stats.pop("clipped_high") + stats.pop("clipped_low")
+    return named | {STATS.get(name, f"actor/{name}"): value for name, value in stats.items()}
+
+
+def _kl(options: KL, logp_BM: jax.Array, batch: TrainBatch) -> jax.Array:
+    if options.importance_corrected:
+        return kl.importance_corrected(logp_BM, batch.old_logp, batch.ref_logp, batch.mask, options.estimator)
+    return kl.penalty(logp_BM, batch.ref_logp, batch.mask, options.estimator)
+
+
+def _reweighting(algorithm: PolicyMethod, num_sequences: int) -> Reweight:
+    """Multiplies terms by the correction's weights and the off-policy mask; as they are where neither is asked for."""
+    correction = correct(algorithm.correction, num_sequences) if algorithm.correction else None
+    by_old = algorithm.old_logprobs == "trainer"
+
+    def reweight(term_BM: jax.Array, logp_BM: jax.Array, batch: TrainBatch) -> tuple[jax.Array, Scalars]:
+        stats: Scalars = {}
+        if correction is not None:
+            weight_BM, keep_BM = correction(batch.old_logp if by_old else logp_BM, batch)
+            term_BM = term_BM * weight_BM
+            stats["rollout_corr/rollout_rs_masked_fraction"] = ~keep_BM
+        if algorithm.off_policy_mask is not None:
+            keep_BM = off_policy_keep(
+                logp_BM,
+                batch.old_logp,
+                batch.advantage,
+                batch.mask,
+                delta=algorithm.off_policy_mask,
+                sequence_BT=batch.sequence,
+                num_sequences=num_sequences,
+            )
+            term_BM = term_BM * keep_BM
+            stats["actor/off_policy_masked_fraction"] = 1.0 - keep_BM
+        return term_BM, stats
+
+    return reweight
 
 
 def tally(logp_BM: jax.Array, batch: TrainBatch, totals: Scalars, stats_BM: Scalars) -> Tally:

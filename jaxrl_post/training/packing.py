@@ -112,7 +112,7 @@ def pack(
     """
     lengths_N = np.array([len(t.response_ids) if t.train else 0 for t in trajectories])
     weights_N = token_weights(lengths_N, aggregation, scale_length)
-    kept = [i for i, t in enumerate(trajectories) if lengths_N[i] and (keep_all or t.advantage != 0)]
+    kept = [i for i, t in enumerate(trajectories) if lengths_N[i] and (keep_all or np.any(t.advantage))]
     blocks = _blocks(trajectories, kept, shape.length, share_prefix)
     rows = [[blocks[b] for b in row] for row in best_fit([block.size for block in blocks], shape.length)]
     if len(rows) > shape.micro_batches * shape.rows:
@@ -122,7 +122,7 @@ def pack(
         )
     targets = [sum(int(lengths_N[i]) for block in row for i in block.members) for row in rows]
     batch = empty_batch(shape)
-    for (a, b), row in zip(_places(targets, shape), rows, strict=True):
+    for (a, b), row in zip(places(targets, shape), rows, strict=True):
         _write_row(TrainBatch(*(field[a, b] for field in batch)), row, trajectories, weights_N)
     n_micro = math.ceil(len(rows) / shape.rows)
     positions = max(n_micro * shape.rows * shape.length, 1)
@@ -186,7 +186,7 @@ def _check_fits(index: int, trajectory: Trajectory, capacity: int) -> None:
         )
 
 
-def _places(targets: list[int], shape: PackShape) -> list[tuple[int, int]]:
+def places(targets: list[int], shape: PackShape) -> list[tuple[int, int]]:
     """(micro-batch, row) of each packed row."""
     per_shard = shape.rows // shape.batch_shards
     places = [(0, 0)] * len(targets)

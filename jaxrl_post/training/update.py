@@ -39,12 +39,14 @@ def make_update(
     chunk: int,
     shardings: TrainState,
     batch_shardings: TrainBatch,
+    entropy_gradient: bool = False,
 ) -> Update:
     """A jitted `update(state, batch, n_micro) -> (state, metrics)`; the state is donated.
 
     Gradients of the first `n_micro` (int32) micro-batches add up in float32; the weights in the batch already make
     their sum the gradient of the whole update. With `n_micro` 0 or a gradient norm that is not finite, parameters and
     moments stay as they are; `step`, and with it the learning-rate schedule, advances in any case.
+    `token_loss` gets an entropy that carries a gradient only with `entropy_gradient`.
     Metrics are float32 scalars under verl's names: those of `loss.summarize`, `actor/grad_norm` (before clipping),
     `actor/lr`, `actor/skipped_update` (1 when the norm was not finite).
     """
@@ -52,7 +54,7 @@ def make_update(
     place = _row_placement(batch_shardings)
 
     def micro_loss(params: Tree, micro: TrainBatch) -> tuple[jax.Array, Tally]:
-        logp_BM, entropy_BM = _logprobs(graphdef, params, micro, temperature, chunk, place)
+        logp_BM, entropy_BM = _logprobs(graphdef, params, micro, temperature, chunk, place, entropy_gradient)
         return token_loss(logp_BM, entropy_BM, micro)
 
     def gradient(params: Tree, micro: TrainBatch) -> tuple[Tree, Tally]:
@@ -139,7 +141,13 @@ def _micro(batch: TrainBatch, i: jax.Array) -> TrainBatch:
 
 
 def _logprobs(
-    graphdef: nnx.GraphDef, params: Tree, micro: TrainBatch, temperature: float, chunk: int, place: Placement
+    graphdef: nnx.GraphDef,
+    params: Tree,
+    micro: TrainBatch,
+    temperature: float,
+    chunk: int,
+    place: Placement,
+    entropy_gradient: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     return token_logprobs(
         nnx.merge(graphdef, params),
@@ -153,6 +161,7 @@ def _logprobs(
         temperature=temperature,
         chunk=chunk,
         place=place,
+        entropy_gradient=entropy_gradient,
     )
 
 

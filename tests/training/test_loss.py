@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_post.config import GRPO
-from jaxrl_post.training.loss import combine, grpo_loss, summarize
+from jaxrl_post.training.loss import combine, policy_loss, summarize
 from jaxrl_post.training.packing import PackShape, empty_batch
 
 
@@ -26,14 +26,14 @@ GARBAGE = np.nan
 def test_on_policy_the_loss_is_minus_the_weighted_advantage():
     advantage = [1.0, -2.0, 3.0, GARBAGE]
     batch = micro(advantage=advantage, old_logp=[-1.0, -2.0, -3.0, GARBAGE], rollout_logp=[-1.0, -2.0, -3.0, GARBAGE])
-    loss, tally = grpo_loss(GRPO())(LOGP, ENTROPY, batch)
+    loss, tally = policy_loss(GRPO(), num_sequences=1)(LOGP, ENTROPY, batch)
     metrics = summarize(tally)
     np.testing.assert_allclose(loss, -2 / 3, rtol=1e-6)
     np.testing.assert_allclose(metrics["actor/pg_loss"], -2 / 3, rtol=1e-6)
     np.testing.assert_allclose(metrics["actor/entropy"], 3.0)
     for name in ("actor/ppo_kl", "actor/pg_clipfrac", "rollout_corr/kl", "training/rollout_probs_diff_max"):
         assert metrics[name] == 0, name
-    gradient = jax.grad(lambda logp: grpo_loss(GRPO())(logp, ENTROPY, batch)[0])(LOGP)
+    gradient = jax.grad(lambda logp: policy_loss(GRPO(), num_sequences=1)(logp, ENTROPY, batch)[0])(LOGP)
     np.testing.assert_allclose(gradient, [[-1 / 3, 2 / 3, -1.0, 0.0]], rtol=1e-6)
 
 
@@ -48,7 +48,7 @@ def test_clipping_and_kl_by_hand():
         rollout_logp=[-1.0, -2.0, -3.0, GARBAGE],
     )
     algorithm = GRPO.model_validate({"kl": {"coef": 0.1, "estimator": "k3"}})
-    loss, tally = grpo_loss(algorithm)(LOGP, ENTROPY, batch)
+    loss, tally = policy_loss(algorithm, num_sequences=1)(LOGP, ENTROPY, batch)
     metrics = summarize(tally)
     policy, kl = (-1.2 + 0.8 - 2.0) / 3, np.exp(-0.5) - 0.5
     np.testing.assert_allclose(loss, policy + 0.1 * kl, rtol=1e-6)
@@ -61,7 +61,8 @@ def test_the_gap_to_the_sampler_is_measured_over_all_micro_batches():
     rollout = [np.array([-1.1, -2.0, -2.7, GARBAGE]), np.array([-1.0, -2.5, -3.0, GARBAGE])]
     zeros = [0.0] * 4
     tallies = [
-        grpo_loss(GRPO())(LOGP, ENTROPY, micro(advantage=zeros, old_logp=zeros, rollout_logp=r))[1] for r in rollout
+        policy_loss(GRPO(), num_sequences=1)(LOGP, ENTROPY, micro(advantage=zeros, old_logp=zeros, rollout_logp=r))[1]
+        for r in rollout
     ]
     metrics = summarize(combine(*tallies))
     ours = np.tile([-1.0, -2.0, -3.0], 2)

@@ -11,7 +11,7 @@ import optax
 from jaxrl_post.config import GRPO
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Decoder, abstract, split
-from jaxrl_post.training.loss import grpo_loss
+from jaxrl_post.training.loss import policy_loss
 from jaxrl_post.training.optimizer import Optimizer
 from jaxrl_post.training.packing import PackShape, empty_batch, pack
 from jaxrl_post.training.state import abstract_state, init_state, state_shardings
@@ -64,7 +64,7 @@ class Trainer:
         self.jitted = make_update(
             self.graphdef,
             self.optimizer,
-            grpo_loss(GRPO()),
+            policy_loss(GRPO(), num_sequences=1),
             temperature=TEMPERATURE,
             chunk=16,
             shardings=self.shardings,
