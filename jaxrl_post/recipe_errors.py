@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from jaxrl_post import yaml12
-from jaxrl_post.config import Config, Section
+from jaxrl_post.config_base import Section
+from jaxrl_post.config_offline import config_class
 from jaxrl_post.yaml12 import Keys
 
 # What people coming from other systems (verl, TRL, OpenRLHF, transformers) type.
@@ -67,17 +68,17 @@ def explain(error: ValidationError, tree: dict[str, Any]) -> list[Problem]:
 def suggest(keys: Keys, tree: dict[str, Any]) -> list[str]:
     """Dotted keys that `keys`, which does not exist, may have been meant to be; the likeliest first, at most three."""
     name, here = keys[-1], fields_at(keys[:-1], tree)
-    known = list(dict.fromkeys(_all_keys(Config, ())))
+    known = list(dict.fromkeys(_all_keys(config_class(tree), ())))
     exact = [".".join(key) for key in known if key[-1] == name]
     close_here = [".".join((*keys[:-1], near)) for near in _close(name, list(here))]
     close = [".".join(key) for near in _close(name, [key[-1] for key in known]) for key in known if key[-1] == near]
-    synonym = [SYNONYMS[name]] if name in SYNONYMS else []
+    synonym = [SYNONYMS[name]] if tuple(SYNONYMS.get(name, "").split(".")) in known else []
     return (synonym or exact or close_here or close)[:3]
 
 
 def fields_at(keys: Keys, tree: dict[str, Any]) -> dict[str, FieldInfo]:
     """The fields a section may have, its kind being what the recipe says or the default; {} where no section is."""
-    sections: list[type[Section]] = [Config]
+    sections: list[type[Section]] = [config_class(tree)]
     node: Any = tree
     for key in keys:
         fields = [section.model_fields[key] for section in sections if key in section.model_fields]

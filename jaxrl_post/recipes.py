@@ -1,4 +1,4 @@
-"""Recipes: a YAML file and `section.key=value` overrides become one frozen `Config`, or an error that helps.
+"""Recipes: a YAML file and `section.key=value` overrides become one frozen config, or an error that helps.
 
 In a recipe `${section.key}` stands for the value of another key (OmegaConf's syntax; a literal `${` is written `\\${`).
 Nothing else is looked up: no environment, no code, no other files.
@@ -17,10 +17,11 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from jaxrl_post import yaml12
-from jaxrl_post.config import Config, Model
+from jaxrl_post.config import Config
+from jaxrl_post.config_offline import OfflineConfig, config_class, defaults
 from jaxrl_post.recipe_errors import Problem, explain
 from jaxrl_post.yaml12 import Keys
 
@@ -35,8 +36,8 @@ class RecipeError(ValueError):
     """A recipe or an override cannot be used; the message has one line a problem."""
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a recipe, set what the overrides say, check it all.
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config | OfflineConfig:
+    """Read a recipe, set what the overrides say, check it all; `algorithm.kind` decides which schema it must fit.
 
     An override is `section.key=value` with the value in YAML; it replaces what was there, a whole section too. Raises
     RecipeError with every problem found, before anything touches a device.
@@ -49,20 +50,21 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         origins[keys] = f"override {text}"
     try:
         # JSON in strict mode: a list may become a tuple and an integer a float, but text never becomes a number.
-        return Config.model_validate_json(json.dumps(_interpolate(tree, path)), strict=True)
+        return config_class(tree).model_validate_json(json.dumps(_interpolate(tree, path)), strict=True)
     except ValidationError as error:
         problems = explain(error, tree)
     raise RecipeError(_message(path, problems, origins))
 
 
-def dump(config: Config) -> str:
+def dump(config: Config | OfflineConfig) -> str:
     """The whole config as YAML, defaults too. `load` reads it back as an equal config."""
     return yaml12.write(_escape(config.model_dump(mode="json")))
 
 
 def schema() -> dict[str, Any]:
     """JSON Schema of recipes, for editors: what configs/schema.json holds."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Config.model_json_schema()
+    either = TypeAdapter(Config | OfflineConfig).json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | either
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
@@ -141,9 +143,8 @@ def _interpolate(tree: dict[str, Any], path: Path) -> dict[str, Any]:
         return tree
     for text in found:
         _check_references(text, path)
-    defaults = Config(model=Model(path="")).model_dump(mode="json", exclude={"model"})
     try:
-        resolved = OmegaConf.to_container(OmegaConf.create(_over(defaults, tree)), resolve=True)
+        resolved = OmegaConf.to_container(OmegaConf.create(_over(defaults(tree), tree)), resolve=True)
     except OmegaConfBaseException as error:
         raise RecipeError(f"{path}: {error.full_key}: {str(error).splitlines()[0]}") from None
     except RecursionError:

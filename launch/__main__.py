@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxrl_post import recipes
+from jaxrl_post.config_offline import OfflineConfig
 from launch.faults import is_user_error
 
 TRAIN_USAGE = "python -m launch CONFIG [section.key=value ...] [--print-config]"
@@ -41,11 +42,17 @@ def _train(words: Sequence[str]) -> None:
     if arguments.print_config:
         print(recipes.dump(config), end="")
         return
-    from jaxrl_post.loops.online import run
     from launch.compile_cache import enable
 
     enable()
-    run(config)
+    if isinstance(config, OfflineConfig):
+        from jaxrl_post.loops import offline
+
+        offline.run(config)
+    else:
+        from jaxrl_post.loops import online
+
+        online.run(config)
 
 
 def _fetch(words: Sequence[str]) -> None:

@@ -30,7 +30,8 @@ def read_rows(path: str | Path, task: config.JsonlTask, key: str = "data.task.pa
         except (ValueError, RecursionError) as error:
             problem = f"{path}:{number}: {error}"
             if task.on_bad_row == "error":
-                raise ValueError(f"{problem}. Mend the line, or set data.task.on_bad_row=skip") from error
+                section = key.rpartition(".")[0]
+                raise ValueError(f"{problem}. Mend the line, or set {section}.on_bad_row=skip") from error
             dropped.append(problem)
     if not rows:
         first = f" (first: {dropped[0]})" if dropped else ""

@@ -1,17 +1,14 @@
-"""From rows to an endless, resumable stream of tokenised prompts."""
+"""From rows to tokenised prompts."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Any
-
-import grain
+from collections.abc import Iterable
 
 from jaxrl_post import config
 from jaxrl_post.data.chat_template import Message
 from jaxrl_post.data.jsonl import Row
+from jaxrl_post.data.stream import Stream
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.types import Prompt
 
@@ -79,43 +76,4 @@ def _plain_text(row: Row) -> str:
     return row["prompt"]
 
 
-class PromptStream:
-    """Batches of prompts without end, in an order that (prompts, seed, shuffle) fix.
-
-    Every epoch holds each prompt exactly once, newly shuffled if `shuffle`. Epochs follow each other without a gap, so
-    a batch may cross from one into the next, and one larger than the number of prompts repeats some of them.
-    Nothing is read ahead: `state()` counts the prompts handed out, and `restore` goes on right after them.
-    """
-
-    def __init__(self, prompts: Sequence[Prompt], batch: int, seed: int, shuffle: bool):
-        if not prompts or batch < 1:
-            raise ValueError(f"a prompt stream needs prompts and a batch of at least 1, not {len(prompts)} and {batch}")
-        self._order = _fingerprint(prompts, seed, shuffle)
-        source = grain.MapDataset.source(prompts).seed(seed)
-        endless = (source.shuffle() if shuffle else source).repeat()
-        in_process = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        self._batches = iter(endless.to_iter_dataset(in_process).batch(batch, batch_fn=list))
-
-    def next(self) -> list[Prompt]:
-        """The next `batch` prompts."""
-        return next(self._batches)
-
-    def state(self) -> dict[str, Any]:
-        """The position after the batches handed out so far, for JSON."""
-        return {"order": self._order, "position": self._batches.get_state()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Goes to a saved position; the batch size may have changed. Raises ValueError if the order would differ."""
-        if state["order"] != self._order:
-            raise ValueError(
-                "the saved data position belongs to other prompts, another seed or another data.shuffle, so prompts "
-                "would be repeated or missed: restore those settings, or start anew with another run_dir"
-            )
-        self._batches.set_state(state["position"])
-
-
-def _fingerprint(prompts: Sequence[Prompt], seed: int, shuffle: bool) -> str:
-    digest = hashlib.sha256(repr((seed, shuffle)).encode())
-    for prompt in prompts:
-        digest.update(repr(prompt.ids).encode())
-    return digest.hexdigest()[:16]
+PromptStream = Stream[Prompt]

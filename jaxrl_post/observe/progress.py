@@ -17,6 +17,9 @@ from rich.text import Text
 
 SHOWN = {  # column: metric, format
     "reward": ("critic/rewards/mean", "{:.3f}"),
+    "loss": ("loss", "{:.4f}"),
+    "accuracy": ("rewards/accuracies", "{:.3f}"),
+    "margin": ("rewards/margins", "{:.3f}"),
     "length": ("response_length/mean", "{:.1f}"),
     "entropy": ("actor/entropy", "{:.3f}"),
     "grad norm": ("actor/grad_norm", "{:.3g}"),

@@ -1,0 +1,238 @@
+"""The schema of offline recipes: fine-tuning, preference losses and reward models, from files instead of samples.
+
+`algorithm.kind` tells them from online ones (`config.Config`); sections that mean the same are the same classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, PositiveInt, model_validator
+
+from jaxrl_post.config import Checkpoint, Config, Mesh, Model, Optimizer
+from jaxrl_post.config_base import NonNegative, Positive, Section
+
+Smoothing = Annotated[float, Field(ge=0.0, lt=0.5)]
+Mixable = Literal["dpo", "hinge", "ipo", "nca", "bco", "sppo", "sft"]
+
+
+class SFT(Section):
+    """Supervised fine-tuning: −log p of what the assistant says, end of turn included."""
+
+    kind: Literal["sft"]
+    aggregation: Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+
+
+class Referenced(Section):
+    """A loss of the log-ratio to the model the run starts from."""
+
+    beta: Positive = 0.1
+    """Strength of the pull to the reference: rewards are beta · (log π − log π_ref)."""
+
+
+class DPO(Referenced):
+    """Direct preference optimisation (arXiv:2305.18290)."""
+
+    kind: Literal["dpo"]
+    label_smoothing: Smoothing = 0.0
+    """Share of pairs taken to be labelled the wrong way round: conservative DPO."""
+    losses: dict[Mixable, Positive] = Field(default={"dpo": 1.0}, min_length=1)
+    """Weights of several losses of one `beta`, added up: MPO (arXiv:2411.10442) is {dpo: 0.8, bco: 0.2, sft: 1.0}."""
+
+    @model_validator(mode="after")
+    def _smoothing_is_read(self) -> DPO:
+        if self.label_smoothing and "dpo" not in self.losses:
+            raise ValueError(
+                f"label_smoothing={self.label_smoothing} is only read by the loss dpo, which losses={self.losses} "
+                "leaves out: set it to 0"
+            )
+        return self
+
+
+class RobustDPO(Referenced):
+    """DPO that is unbiased under labels flipped at a known rate (arXiv:2403.00409)."""
+
+    kind: Literal["robust_dpo"]
+    label_smoothing: Smoothing = 0.1
+    """The rate."""
+
+
+class Hinge(Referenced):
+    """Hinge on the margin (RSO, arXiv:2309.06657; SLiC)."""
+
+    kind: Literal["hinge"]
+
+
+class IPO(Referenced):
+    """Identity preference optimisation (arXiv:2310.12036)."""
+
+    kind: Literal["ipo"]
+    length_normalise: bool = True
+    """Divide each log-ratio by its answer's tokens, as TRL does; false is the paper's formula."""
+
+
+class EXO(Referenced):
+    """Exact optimisation for pairs (arXiv:2402.00856)."""
+
+    kind: Literal["exo"]
+    label_smoothing: float = Field(default=1e-3, gt=0.0, lt=0.5)
+
+
+class NCA(Referenced):
+    """Noise-contrastive alignment for pairs (arXiv:2402.05369)."""
+
+    kind: Literal["nca"]
+
+
+class BCO(Referenced):
+    """Binary classifier optimisation for pairs (arXiv:2404.04656); its shift is the running mean of all rewards."""
+
+    kind: Literal["bco"]
+
+
+class SPPO(Referenced):
+    """Self-play preference optimisation with hard labels (arXiv:2405.00675)."""
+
+    kind: Literal["sppo"]
+
+
+class KTO(Referenced):
+    """Kahneman–Tversky optimisation (arXiv:2402.01306) of single answers labelled good or bad."""
+
+    kind: Literal["kto"]
+    desirable_weight: NonNegative = 1.0
+    undesirable_weight: NonNegative = 1.0
+
+
+class ORPO(Section):
+    """Odds-ratio preference optimisation (arXiv:2403.07691); needs no reference."""
+
+    kind: Literal["orpo"]
+    weight: NonNegative = 0.1
+    """Of the odds-ratio term beside the NLL of the chosen answer: the paper's λ, TRL's beta."""
+
+
+class SimPO(Section):
+    """Simple preference optimisation (arXiv:2405.14734) on mean log-probs; needs no reference."""
+
+    kind: Literal["simpo"]
+    beta: Positive = 2.0
+    gamma: NonNegative = 1.0
+    """The margin itself; papers often quote gamma / beta."""
+
+
+class CPO(Section):
+    """Contrastive preference optimisation (arXiv:2401.08417); needs no reference."""
+
+    kind: Literal["cpo"]
+    beta: Positive = 0.1
+    alpha: NonNegative = 1.0
+    """Of the NLL of the chosen answer."""
+
+
+class RewardModel(Section):
+    """A Bradley–Terry reward model: the decoder with a scalar head on the answer's last token."""
+
+    kind: Literal["reward_model"]
+    centring: NonNegative = 0.0
+    """Of (chosen + rejected)², which keeps scores around 0 (arXiv:2312.09244)."""
+
+
+Algorithm = (
+    SFT | DPO | RobustDPO | Hinge | IPO | EXO | NCA | BCO | SPPO | KTO | ORPO | SimPO | CPO | RewardModel
+)  # fmt: skip
+
+
+class OfflineData(Section):
+    path: str
+    """JSON lines, UTF-8. sft: {messages}, or {prompt, completion}; kto: {prompt, completion, label: true or false};
+    other kinds: {prompt, chosen, rejected}, for reward_model with `margin` if you like. A prompt is text or a list of
+    messages."""
+    examples_per_step: PositiveInt = 8
+    """Conversations, labelled answers or pairs in one optimizer update."""
+    max_tokens: PositiveInt = 512
+    """Prompt and answer together; what is longer is cut at its end, and dropped where no answer token is left."""
+    shuffle: bool = True
+    chat: bool = True
+    """Render with the tokenizer's chat template; false feeds prompt and answer as they are, then the end token."""
+    system_prompt: str | None = None
+    on_bad_row: Literal["error", "skip"] = "error"
+
+    @model_validator(mode="after")
+    def _system_prompt_needs_chat(self) -> OfflineData:
+        if self.system_prompt is not None and not self.chat:
+            raise ValueError("system_prompt needs a chat template: set data.chat=true, or put it into the prompts")
+        return self
+
+
+class OfflineTraining(Section):
+    tokens_per_microbatch: PositiveInt = 4096
+    """Token positions a device holds in one forward and backward pass; gradients add up over micro-batches."""
+    row_length: PositiveInt | None = None
+    """Token positions of a packed row; null is the longest example of the data, a pair's prompt counted once."""
+    logprob_chunk: PositiveInt = 256
+    """Target tokens per row whose logits exist at the same time."""
+
+
+class OfflineConfig(Section):
+    """One run on data that is there already."""
+
+    run_dir: str = "runs/run"
+    """Where checkpoints and metrics go."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    steps: PositiveInt = 100
+    """Optimizer updates."""
+    model: Model
+    mesh: Mesh = Mesh()
+    data: OfflineData
+    algorithm: Annotated[Algorithm, Field(discriminator="kind")]
+    optimizer: Optimizer = Optimizer()
+    training: OfflineTraining = OfflineTraining()
+    checkpoint: Checkpoint = Checkpoint()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OfflineConfig:
+        if self.algorithm.kind == "kto" and self.data.examples_per_step < 2:
+            raise ValueError(
+                "data.examples_per_step=1: algorithm.kind=kto measures its reference point on prompts with each "
+                "other's answers, so it needs at least 2"
+            )
+        row = self.training.row_length
+        if row is not None and row > self.training.tokens_per_microbatch:
+            raise ValueError(
+                f"training.tokens_per_microbatch={self.training.tokens_per_microbatch} does not hold one row of "
+                f"training.row_length={row}: raise the first or lower the second"
+            )
+        return self
+
+
+def _kinds(schema: type[Section]) -> list[str]:
+    """The values `algorithm.kind` may have."""
+    sections = get_args(schema.model_fields["algorithm"].annotation)
+    return [get_args(section.model_fields["kind"].annotation)[0] for section in sections]
+
+
+ONLINE_KINDS, OFFLINE_KINDS = _kinds(Config), _kinds(OfflineConfig)
+
+
+def config_class(tree: Any) -> type[Config] | type[OfflineConfig]:
+    """Which of the two schemas a recipe is written in: the one that has its `algorithm.kind`, or the nearest to it."""
+    algorithm = tree.get("algorithm") if isinstance(tree, Mapping) else None
+    kind = algorithm.get("kind") if isinstance(algorithm, Mapping) else None
+    near = get_close_matches(kind, [*ONLINE_KINDS, *OFFLINE_KINDS], n=1) if isinstance(kind, str) else []
+    return OfflineConfig if near and near[0] in OFFLINE_KINDS else Config
+
+
+def defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Every key of the schema of `tree` that has a default, JSON-like; of the kind the tree names."""
+    if config_class(tree) is Config:
+        return Config(model=Model(path="")).model_dump(mode="json", exclude={"model"})
+    kind = tree["algorithm"]["kind"]
+    sample = {
+        "model": {"path": ""},
+        "data": {"path": ""},
+        "algorithm": {"kind": kind if kind in OFFLINE_KINDS else "sft"},
+    }
+    return OfflineConfig.model_validate(sample).model_dump(mode="json", exclude={"model": True, "data": {"path"}})

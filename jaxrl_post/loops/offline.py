@@ -1,0 +1,91 @@
+"""The offline loop: examples → (reference) → update, read top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from jaxrl_post.checkpoint import Checkpointer
+from jaxrl_post.config_offline import OfflineConfig
+from jaxrl_post.data.stream import Stream
+from jaxrl_post.loops.measures import speed_metrics
+from jaxrl_post.loops.offline_job import OfflineJob, build, initial_params
+from jaxrl_post.loops.offline_learner import OfflineLearner
+from jaxrl_post.loops.run_folder import due, last_step, write_config
+from jaxrl_post.observe.compiles import CompileCounter
+from jaxrl_post.observe.metrics import METRICS, MetricsWriter
+from jaxrl_post.observe.progress import Phases, Progress
+from jaxrl_post.training.state import TrainState
+from jaxrl_post.types_offline import Example
+from sharding.placement import bytes_per_device
+
+
+def run(config: OfflineConfig) -> None:
+    """Train as the config says, from the newest checkpoint of its run folder if there is one.
+
+    Writes RUN_DIR/{config.yaml, metrics.jsonl, checkpoints/}.
+    Raises: ValueError, FileNotFoundError for what the user can mend, before any step and before anything is written.
+    """
+    job = build(config)
+    run_dir = Path(config.run_dir)
+    learner = OfflineLearner(job)
+    checkpoints = Checkpointer(run_dir / "checkpoints", config.checkpoint.keep_last)
+    done = last_step(checkpoints, config)
+    if done >= config.steps:
+        print(f"{run_dir} is at step {done} of {config.steps} already: give more `steps`, or another `run_dir`")
+        return
+    stream = Stream(job.examples, config.data.examples_per_step, config.seed, config.data.shuffle)
+    state = _start(job, checkpoints, learner, stream, done)
+    write_config(config, run_dir)
+
+    resumed = done if done > 0 else None
+    with MetricsWriter(run_dir, resumed) as writer, Progress(config.steps) as progress, CompileCounter() as compiles:
+        for line in _introduction(job, learner, state, done):
+            progress.note(line)
+        phases = Phases()
+        for step in range(done + 1, config.steps + 1):
+            state, learned = learner.learn(state, stream.next(), phases)
+            metrics = {"training/global_step": step, **learned}
+            if due(step, config.checkpoint.every, config.steps):
+                with phases("save_checkpoint"):
+                    checkpoints.save(step, state._asdict(), {"data": stream.state(), **learner.state()})
+            metrics |= phases.collect() | compiles.collect()
+            metrics |= speed_metrics(metrics["perf/total_num_tokens"], metrics["timing_s/step"], job.network.mesh.size)
+            writer.write(step, metrics)
+            progress.update(step, metrics)
+        checkpoints.close()
+        progress.note(f"done. metrics: {run_dir / METRICS}  checkpoints: {run_dir / 'checkpoints'}")
+
+
+def _start(
+    job: OfflineJob, checkpoints: Checkpointer, learner: OfflineLearner, stream: Stream[Example], done: int
+) -> TrainState:
+    """Weights from the model for a new run, from the checkpoint otherwise; the reference is the model in both."""
+    if not done or learner.needs_reference:
+        fresh = initial_params(job.network, job.config.seed)
+        learner.keep_reference(fresh)
+    if not done:
+        return learner.start(fresh)
+    arrays, host = checkpoints.restore(done, learner.abstract_state()._asdict())
+    stream.restore(host["data"])
+    learner.restore(host)
+    return TrainState(**arrays)
+
+
+def _introduction(job: OfflineJob, learner: OfflineLearner, state: TrainState, done: int) -> Iterator[str]:
+    config, network, report, shape = job.config, job.network, job.report, learner.shape.rows
+    axes = " × ".join(f"{axis}={size}" for axis, size in network.mesh.shape.items() if size > 1) or "one device"
+    held = bytes_per_device(state, jax.tree.map(lambda x: x.sharding, state)).per_device / 2**30
+    yield (
+        f"{config.algorithm.kind} on {network.model.family} {network.model.parameter_count() / 1e6:.1f}M parameters, "
+        f"{network.model.dtype} compute on {axes} ({jax.devices()[0].device_kind}); weights and optimizer "
+        f"{held:.2f} GiB a device"
+    )
+    yield (
+        f"{config.data.examples_per_step} examples a step of {report.kept} in {config.data.path} ({report.dropped} "
+        f"dropped and {report.cut} cut by data.max_tokens); update rows {shape.rows} × {shape.length} tokens, up to "
+        f"{shape.micro_batches} micro-batches"
+    )
+    yield f"{'resuming after step ' + str(done) if done else 'starting'}; outputs in {config.run_dir}"

@@ -1,0 +1,177 @@
+"""The learning half of an offline step: from examples to new parameters, one update a step.
+
+Legend: A micro-batches, B rows, M targets, E examples of a row, S sequences of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post.config_offline import KTO, SFT
+from jaxrl_post.data.preferences import mismatched
+from jaxrl_post.loops.offline_job import OfflineJob
+from jaxrl_post.models.decoder import Params
+from jaxrl_post.objectives.preference import kto_reference_point
+from jaxrl_post.objectives.reductions import sequence_length, sequence_sum, weighted_sum
+from jaxrl_post.observe.progress import Phases
+from jaxrl_post.training.offline_packing import ExampleShape, example_shape, example_shardings, pack_examples
+from jaxrl_post.training.offline_update import language_model, make_forward, make_offline_update, reward_model
+from jaxrl_post.training.optimizer import make_optimizer
+from jaxrl_post.training.preference_loss import needs_reference, needs_shift, offline_loss, reward_scale
+from jaxrl_post.training.state import TrainState, abstract_state, init_state, state_shardings
+from jaxrl_post.types_offline import Example, OfflineBatch
+from sharding.mesh import batch_shards
+from sharding.placement import place, reshard
+
+Metrics = dict[str, float]
+
+
+class OfflineLearner:
+    """The compiled update of a run, the frozen reference where the loss has one, and BCO's running mean."""
+
+    def __init__(self, job: OfflineJob):
+        config, network = job.config, job.network
+        self._job, self._algorithm = job, config.algorithm
+        self._optimizer = make_optimizer(config.optimizer, config.steps)
+        self._shardings = state_shardings(network.abstract_params, network.axes, self._optimizer, network.mesh)
+        self.shape = _shape(job)
+        self._batch_shardings = example_shardings(self.shape, network.mesh)
+        chunk = config.training.logprob_chunk
+        forward = (
+            reward_model(network.graphdef, self._batch_shardings)
+            if network.has_head
+            else language_model(network.graphdef, self._batch_shardings, chunk)
+        )
+        self._update = make_offline_update(
+            forward,
+            self._optimizer,
+            offline_loss(self._algorithm),
+            shardings=self._shardings,
+            batch_shardings=self._batch_shardings,
+        )
+        self._score = make_forward(
+            forward, params_shardings=self._shardings.params, batch_shardings=self._batch_shardings
+        )
+        self._reference: Params | None = None
+        self._shift = {"updates": 0, "mean": 0.0}
+
+    @property
+    def needs_reference(self) -> bool:
+        return needs_reference(self._algorithm)
+
+    def keep_reference(self, params: Params) -> None:
+        """Hold a copy of `params` (training layout) as π_ref, if the loss has one."""
+        if self.needs_reference:
+            self._reference = reshard(params, self._shardings.params)
+
+    def start(self, params: Params) -> TrainState:
+        """Fresh optimizer state around `params`, which it takes over (the first update donates them)."""
+        return init_state(params, self._optimizer, self._shardings)
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state: what to restore a checkpoint into."""
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            abstract_state(self._job.network.abstract_params, self._optimizer),
+            self._shardings,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside the arrays, for JSON."""
+        return {"shift": dict(self._shift)}
+
+    def restore(self, host: dict[str, Any]) -> None:
+        self._shift = dict(host["shift"])
+
+    def learn(self, state: TrainState, examples: Sequence[Example], phases: Phases) -> tuple[TrainState, Metrics]:
+        """One optimizer update on the examples."""
+        batch, n_micro, report = self._packed(examples)
+        batch = self._referenced(batch, n_micro, phases)
+        constant, known = self._constant(state, examples, batch, n_micro, phases)
+        with phases("update_actor"):
+            state, measured = self._update(state, batch, constant, n_micro)
+            metrics = {name: float(value) for name, value in jax.device_get(measured).items()}
+        if isinstance(self._algorithm, KTO) and len({example.desirable for example in examples}) == 1:
+            metrics = {name: value for name, value in metrics.items() if "/" not in name or name.startswith("actor/")}
+        return state, metrics | known | {
+            "training/trained_sequences": report.sequences,
+            "training/trained_tokens": report.targets,
+            "training/row_occupancy": report.occupancy,
+            "training/micro_batches": n_micro,
+            "perf/total_num_tokens": sum(example.size for example in examples),
+        }
+
+    def _packed(self, examples: Sequence[Example]) -> tuple[OfflineBatch, int, Any]:
+        aggregation = self._algorithm.aggregation if isinstance(self._algorithm, SFT) else "token-mean"
+        batch, n_micro, report = pack_examples(examples, self.shape, aggregation)
+        return place(batch, self._batch_shardings), n_micro, report
+
+    def _referenced(self, batch: OfflineBatch, n_micro: int, phases: Phases) -> OfflineBatch:
+        if self._reference is None:
+            return batch
+        with phases("ref"):
+            ref_logp = jax.block_until_ready(self._score(self._reference, batch, n_micro))
+        return batch._replace(rows=batch.rows._replace(ref_logp=ref_logp))
+
+    def _constant(
+        self, state: TrainState, examples: Sequence[Example], batch: OfflineBatch, n_micro: int, phases: Phases
+    ) -> tuple[jax.Array, Metrics]:
+        """KTO's reference point or BCO's shift, under the policy before the update; 0 for the others."""
+        if isinstance(self._algorithm, KTO):
+            with phases("reference_point"):
+                others, count, _ = self._packed(mismatched(examples, self._job.config.data.max_tokens))
+                others = self._referenced(others, count, phases)
+                point = _reference_point(self._score(state.params, others, count), others)
+                return point, {"kl": float(point)}
+        if needs_shift(self._algorithm):
+            with phases("reference_point"):
+                ratio = float(_mean_ratio(self._score(state.params, batch, n_micro), batch))
+            n, mean = self._shift["updates"], self._shift["mean"]
+            self._shift = {"updates": n + 1, "mean": mean + (reward_scale(self._algorithm) * ratio - mean) / (n + 1)}
+            return jnp.float32(self._shift["mean"]), {"rewards/shift": self._shift["mean"]}
+        return jnp.float32(0), {}
+
+
+@jax.jit
+def _reference_point(logp_ABM: jax.Array, batch: OfflineBatch) -> jax.Array:
+    return kto_reference_point(_sums(logp_ABM, batch), _sums(batch.rows.ref_logp, batch), _sums_live(batch))
+
+
+@jax.jit
+def _mean_ratio(logp_ABM: jax.Array, batch: OfflineBatch) -> jax.Array:
+    """Mean of log π_θ − log π_ref over all answers of all pairs."""
+    ratio_ABS = _sums(logp_ABM, batch) - _sums(batch.rows.ref_logp, batch)
+    ratio_ABE = (ratio_ABS[..., 0::2] + ratio_ABS[..., 1::2]) / 2
+    return weighted_sum(ratio_ABE, batch.examples.weight > 0, batch.examples.weight)
+
+
+def _sums(x_ABM: jax.Array, batch: OfflineBatch) -> jax.Array:
+    S = batch.examples.last.shape[-1]
+    return jax.vmap(lambda x, mask, sequence: sequence_sum(x, mask, sequence, S))(
+        x_ABM, batch.rows.mask, batch.rows.sequence
+    )
+
+
+def _sums_live(batch: OfflineBatch) -> jax.Array:
+    S = batch.examples.last.shape[-1]
+    return jax.vmap(lambda mask, sequence: sequence_length(mask, sequence, S))(batch.rows.mask, batch.rows.sequence) > 0
+
+
+def _shape(job: OfflineJob) -> ExampleShape:
+    config, sizes = job.config, [example.size for example in job.examples]
+    if config.algorithm.kind == "kto":  # prompts are also paired with each other's answers
+        prompts = [len(example.prompt_ids) for example in job.examples]
+        answers = [len(example.answers[0].ids) for example in job.examples]
+        sizes = [min(prompts) + 1, min(max(prompts) + max(answers), config.data.max_tokens)]
+    return example_shape(
+        sizes,
+        len(job.examples[0].answers),
+        examples_per_step=config.data.examples_per_step,
+        tokens_per_microbatch=config.training.tokens_per_microbatch,
+        row_length=config.training.row_length,
+        batch_shards=batch_shards(job.network.mesh),
+    )

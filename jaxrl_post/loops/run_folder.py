@@ -1,0 +1,42 @@
+"""What every loop does with its run folder: where to go on from, the config kept there, when to save."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from jaxrl_post import recipes
+from jaxrl_post.checkpoint import Checkpointer
+from jaxrl_post.config import Config
+from jaxrl_post.config_offline import OfflineConfig
+
+log = logging.getLogger(__name__)
+
+
+def last_step(checkpoints: Checkpointer, config: Config | OfflineConfig) -> int:
+    """The step to go on from, 0 for a new run.
+
+    Raises: ValueError where a new run is asked for in a folder that holds checkpoints.
+    """
+    newest = checkpoints.latest()
+    if newest is not None and not config.checkpoint.resume:
+        raise ValueError(
+            f"run_dir={config.run_dir} holds checkpoints up to step {newest} and checkpoint.resume=false would write "
+            "over them: choose another run_dir, or checkpoint.resume=true"
+        )
+    return newest or 0
+
+
+def write_config(config: Config | OfflineConfig, run_dir: Path) -> None:
+    """The resolved config; where a resumed run changes it, say what."""
+    path, text = run_dir / "config.yaml", recipes.dump(config)
+    before = path.read_text(encoding="utf-8") if path.exists() else text
+    changed = sorted(set(text.splitlines()) - set(before.splitlines()))
+    if changed:
+        log.warning("%s changes: %s", path, "; ".join(line.strip() for line in changed))
+    path.write_text(text, encoding="utf-8")
+
+
+def due(step: int, every: int, steps: int) -> bool:
+    """Whether something done every `every` steps (0: never in between) and at the end is done now."""
+    return step == steps or bool(every and step % every == 0)

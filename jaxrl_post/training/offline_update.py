@@ -1,0 +1,143 @@
+"""The offline update: one XLA program from packed examples to new parameters. And its forward passes.
+
+Legend: A micro-batches, B rows, T positions and M targets of a row, D width, S sequences of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_post.models import scalar_head
+from jaxrl_post.training.logprobs import token_logprobs
+from jaxrl_post.training.optimizer import Optimizer
+from jaxrl_post.training.preference_loss import OfflineLoss, Scalars
+from jaxrl_post.training.state import TrainState
+from jaxrl_post.training.update import apply_gradients
+from jaxrl_post.types_offline import OfflineBatch
+
+Tree = Any
+# (params, micro-batch) -> what the loss reads
+Forward = Callable[[Tree, OfflineBatch], tuple[jax.Array, ...]]
+OfflineUpdate = Callable[[TrainState, OfflineBatch, Any, Any], tuple[TrainState, Scalars]]
+
+
+def language_model(graphdef: nnx.GraphDef, batch_shardings: OfflineBatch, chunk: int) -> Forward:
+    """Log-prob and entropy of every target, float32 [B, M] each, at temperature 1."""
+    place = row_placement(batch_shardings)
+
+    def forward(params: Tree, micro: OfflineBatch) -> tuple[jax.Array, ...]:
+        rows = micro.rows
+        return token_logprobs(
+            nnx.merge(graphdef, params),
+            rows.tokens,
+            rows.positions,
+            rows.segments,
+            rows.branches,
+            rows.source,
+            rows.target,
+            rows.mask,
+            temperature=1.0,
+            chunk=chunk,
+            place=place,
+        )
+
+    return forward
+
+
+def reward_model(graphdef: nnx.GraphDef, batch_shardings: OfflineBatch) -> Forward:
+    """The score of every sequence, float32 [B, S], from the hidden state of its last token.
+
+    Parameters are {"decoder": …, "head": …}. Where a row has fewer sequences than S the score means nothing.
+    """
+    place = row_placement(batch_shardings)
+
+    def forward(params: Tree, micro: OfflineBatch) -> tuple[jax.Array, ...]:
+        rows = micro.rows
+        decoder = nnx.merge(graphdef, params["decoder"])
+        x_BTD = decoder.hidden(rows.tokens, rows.positions, rows.segments, rows.branches, place)
+        x_BSD = jnp.take_along_axis(x_BTD, micro.examples.last[..., None], axis=1, mode="clip")
+        return (scalar_head.scores(params["head"], x_BSD),)
+
+    return forward
+
+
+def make_offline_update(
+    forward: Forward,
+    optimizer: Optimizer,
+    loss: OfflineLoss,
+    *,
+    shardings: TrainState,
+    batch_shardings: OfflineBatch,
+) -> OfflineUpdate:
+    """A jitted `update(state, batch, constant, n_micro) -> (state, metrics)`; the state is donated.
+
+    Gradients and metrics of the first `n_micro` micro-batches add up, in float32: weights in the batch already make
+    their sums those of the whole update. `constant` is the loss's scalar. Metrics beside the loss's own are those of
+    `update.apply_gradients`.
+    """
+
+    def micro_loss(params: Tree, micro: OfflineBatch, constant: jax.Array) -> tuple[jax.Array, Scalars]:
+        return loss(forward(params, micro), micro, constant)
+
+    def gradient(params: Tree, micro: OfflineBatch, constant: jax.Array) -> tuple[Tree, Scalars]:
+        grads, metrics = jax.grad(micro_loss, has_aux=True)(params, micro, constant)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return lax.with_sharding_constraint(grads, shardings.params), metrics
+
+    def update(
+        state: TrainState, batch: OfflineBatch, constant: jax.Array, n_micro: jax.Array
+    ) -> tuple[TrainState, Scalars]:
+        body = lambda i, total: jax.tree.map(jnp.add, total, gradient(state.params, micro(batch, i), constant))
+        shapes = jax.eval_shape(gradient, state.params, micro(batch, 0), constant)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        grads, metrics = lax.fori_loop(0, n_micro, body, zeros)
+        state, moved = apply_gradients(optimizer, state, grads, n_micro > 0)
+        return state, metrics | moved
+
+    everywhere = NamedSharding(shardings.step.mesh, PartitionSpec())
+    return jax.jit(
+        update,
+        donate_argnums=0,
+        in_shardings=(shardings, batch_shardings, everywhere, everywhere),
+        out_shardings=(shardings, everywhere),
+    )
+
+
+def make_forward(
+    forward: Forward, *, params_shardings: Tree, batch_shardings: OfflineBatch
+) -> Callable[[Tree, OfflineBatch, Any], jax.Array]:
+    """A jitted `score(params, batch, n_micro)`: the forward pass's first array for every micro-batch, [A, B, …].
+
+    Log-probs of targets for a language model, scores of sequences for a reward model; 0 from micro-batch `n_micro` on.
+    """
+
+    def score(params: Tree, batch: OfflineBatch, n_micro: jax.Array) -> jax.Array:
+        one = jax.eval_shape(forward, params, micro(batch, 0))[0]
+        body = lambda i, made: lax.dynamic_update_index_in_dim(made, forward(params, micro(batch, i))[0], i, axis=0)
+        return lax.fori_loop(0, n_micro, body, jnp.zeros((len(batch.rows.tokens), *one.shape), one.dtype))
+
+    everywhere = NamedSharding(batch_shardings.rows.target.mesh, PartitionSpec())
+    return jax.jit(
+        score,
+        in_shardings=(params_shardings, batch_shardings, everywhere),
+        out_shardings=batch_shardings.rows.old_logp,
+    )
+
+
+def micro(batch: OfflineBatch, i: jax.Array | int) -> OfflineBatch:
+    """Micro-batch `i`."""
+    return jax.tree.map(lambda field: lax.dynamic_index_in_dim(field, i, axis=0, keepdims=False), batch)
+
+
+def row_placement(batch_shardings: OfflineBatch) -> Callable[[jax.Array], jax.Array]:
+    """Keeps activations [B, T, D] cut like the rows, so that layers gather weights, which are smaller, not rows."""
+    tokens = batch_shardings.rows.tokens
+    rows = NamedSharding(tokens.mesh, PartitionSpec(*tokens.spec[1:]))
+    return lambda x_BTD: lax.with_sharding_constraint(x_BTD, rows)
