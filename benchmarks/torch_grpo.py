@@ -1,18 +1,16 @@
 """The peer of `quickstart_vs_torch.py`: on-policy GRPO in plain torch and transformers, with the quickstart's settings.
 
-Left-padded `generate`, one backward pass over the groups that have signal, logits for the response only. Prints a JSON
-line a step: {"step", "seconds", "reward", "tokens"}.
+Left-padded `generate`, one backward pass over the groups that have signal, logits for the response only. Prints a line
+a step.
 
     python benchmarks/torch_grpo.py MODEL_FOLDER STEPS
 """
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import sys
-import time
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,14 +27,11 @@ def main(folder: str, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     pairs = [(a, b) for a in range(1, 10) for b in range(1, 10) if (7 * a + 3 * b) % 5]
     for step in range(1, steps + 1):
-        start = time.perf_counter()
         batch = rng.sample(pairs, PROMPTS)
         inputs, response, rewards = rollout(model, tokenizer, batch)
         update(model, optimizer, tokenizer, inputs, response, rewards)
-        seconds = time.perf_counter() - start
-        tokens = int(response_mask(response, tokenizer.eos_token_id).sum())
-        line = {"step": step, "seconds": seconds, "reward": float(rewards.mean()), "tokens": tokens}
-        print(json.dumps(line), flush=True)
+        length = response_mask(response, tokenizer.eos_token_id).sum(1).mean()
+        print(f"step {step}  reward {rewards.mean():.3f}  length {length:.1f}", flush=True)
 
 
 def rollout(model, tokenizer, batch):
