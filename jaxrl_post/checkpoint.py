@@ -6,9 +6,10 @@ counts. On disk the arrays are a flat map from tree path to array: the tree that
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from jax.tree_util import keystr
 
 Tree = Any
 ITEMS = ("arrays", "host")
+SHOWN = 8
 log = logging.getLogger(__name__)
 
 
@@ -84,18 +86,22 @@ class Checkpointer:
         """
         self._check_exists(step)
         wanted = _flatten(abstract)
-        _check_same(wanted, self._manager.item_metadata(step)["arrays"].tree, partial)
         placed = {path: _restore_args(path, leaf) for path, leaf in wanted.items()}
+        with self._damage_named(step):
+            saved = self._manager.item_metadata(step)["arrays"].tree
+        _check_same(wanted, saved, partial)
         # Orbax's partial_restore reads no more than what is wanted; what may be left out was checked above.
         args = ocp.args.PyTreeRestore(item=wanted, restore_args=placed, partial_restore=True)
-        flat = self._manager.restore(step, args=ocp.args.Composite(arrays=args))["arrays"]
+        with self._damage_named(step):
+            flat = self._manager.restore(step, args=ocp.args.Composite(arrays=args))["arrays"]
         arrays = jax.tree.unflatten(jax.tree.structure(abstract), [flat[path] for path in wanted])
         return arrays, self.restore_host(step)
 
     def restore_host(self, step: int) -> dict[str, Any]:
         """The host state alone. Raises: ValueError for a step that is not there."""
         self._check_exists(step)
-        return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+        with self._damage_named(step):
+            return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
 
     def wait(self) -> None:
         """Return when the save in flight is complete on disk; raise what made it fail."""
@@ -121,6 +127,17 @@ class Checkpointer:
                 path.rmtree()
         ocp.multihost.sync_global_processes("unfinished checkpoints removed")
         self._manager.reload()
+
+    @contextlib.contextmanager
+    def _damage_named(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # Orbax and tensorstore answer damaged files with errors of many kinds
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"{self._folder / str(step)} cannot be read ({type(error).__name__}: {reason}): "
+                "remove it to go on from an earlier checkpoint"
+            ) from error
 
     def _check_exists(self, step: int) -> None:
         steps = sorted(self._steps())
@@ -182,7 +199,8 @@ def _check_same(wanted: dict[str, Any], saved: dict[str, Any], partial: bool) ->
                 f"{tuple(ours.shape)} {ours.dtype} was asked for"
             )
     if faults:
-        raise ValueError("\n  ".join([f"{len(faults)} arrays differ from the checkpoint:", *sorted(faults)[:8]]))
+        more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
+        raise ValueError(f"{len(faults)} arrays differ from the checkpoint: {'; '.join(sorted(faults)[:SHOWN] + more)}")
 
 
 def _restore_args(path: str, leaf: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:

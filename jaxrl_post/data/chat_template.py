@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import queue
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
+RENDER_SECONDS = 10.0
 Message = dict[str, Any]
 """One turn: {"role": "user", "content": "…"}; a template may know further keys."""
 
@@ -72,12 +75,33 @@ def _environment() -> Sandbox:
     return environment
 
 
+def _within(seconds: float, work: Callable[[], str]) -> str:
+    """The result of `work`, done on a thread of its own. One that takes longer is left behind: it may never end."""
+    outcome: queue.SimpleQueue[tuple[str, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((work(), None))
+        except Exception as error:
+            outcome.put(("", error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        text, error = outcome.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"it has not ended after {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return text
+
+
 def compile_template(source: str, origin: str) -> Callable[..., str]:
     """Turns template text into `render(messages, add_generation_prompt, **variables) -> str`.
 
     `origin` names the template's file in errors. `tools` and `documents` are None unless given, as in transformers.
     Raises ValueError for a template that does not parse, and when rendering: for what the template itself refuses
-    (`raise_exception`), for attempts to leave the sandbox, and for values the template cannot work with.
+    (`raise_exception`), for attempts to leave the sandbox, for values the template cannot work with, and for one that
+    takes longer than `RENDER_SECONDS`.
     """
     try:
         template = _environment().from_string(source)
@@ -87,10 +111,14 @@ def compile_template(source: str, origin: str) -> Callable[..., str]:
     def render(messages: list[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
         values = {"tools": None, "documents": None, **variables}
         try:
-            return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
+            return _within(
+                RENDER_SECONDS,
+                lambda: template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values),
+            )
         except SecurityError as error:
             raise ValueError(f"{origin}: the chat template tries to leave its sandbox: {error}") from error
-        except (jinja2.TemplateError, TypeError, ArithmeticError, LookupError, OverflowError) as error:
-            raise ValueError(f"{origin}: the chat template cannot render these messages: {error}") from error
+        except Exception as error:  # the template's own code runs here, and may raise anything
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"{origin}: the chat template cannot render these messages: {reason}") from error
 
     return render

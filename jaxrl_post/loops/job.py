@@ -15,12 +15,13 @@ from jax.sharding import Mesh
 
 from jaxrl_post import rewards
 from jaxrl_post.config import Config, RandomModel
+from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.data.prompts import prepare
 from jaxrl_post.data.tasks import load_task
 from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Decoder, Params, abstract, split
-from jaxrl_post.models.huggingface import load_params, read_config
+from jaxrl_post.models.huggingface import load_params, open_checked, read_config
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.rewards.reward import Reward
 from jaxrl_post.types import Prompt
@@ -55,9 +56,9 @@ class Job:
 
     @property
     def prompt_width(self) -> int:
-        """Columns for prompts, one for the whole run: the longest prompt there is, up to a multiple of 8."""
+        """Columns for prompts, one for the whole run: the longest prompt, up to a multiple of 8 within the limit."""
         longest = max(len(prompt.ids) for prompt in (*self.train_prompts, *self.held_out))
-        return -(-longest // 8) * 8
+        return min(-(-longest // 8) * 8, self.config.data.max_prompt_tokens)
 
     def shardings(self, rules: str) -> Tree:
         return tree_shardings(self.axes, self.abstract_params, {"train": TRAIN, "rollout": ROLLOUT}[rules], self.mesh)
@@ -87,11 +88,14 @@ def build(config: Config) -> Job:
         config, folder, model, graphdef, abstract_params, axes, make_mesh(sizes), tokenizer, reward, train_prompts,
         held_out, task.name,
     )  # fmt: skip
+    _check_vocabulary(job)
     job.shardings("train"), job.shardings("rollout")  # refuse sizes that do not divide before anything is loaded
+    if folder is not None:
+        open_checked(folder, model)
     return job
 
 
-def model_config(config: Config, folder: Path | None, vocab_size: int) -> ModelConfig:
+def model_config(config: Config | OfflineConfig, folder: Path | None, vocab_size: int) -> ModelConfig:
     """The decoder's shape from its folder or `model.random`, with this run's dtypes and remat policy."""
     dtype = config.model.dtype
     if dtype == "auto":
@@ -136,6 +140,20 @@ def rollout_params(job: Job, params: Params) -> Params:
     if job.shardings("train") == shardings and job.model.param_dtype == dtype:
         return params
     return reshard(params, shardings, dtype)
+
+
+def _check_vocabulary(job: Job) -> None:
+    """An embedding looked up outside its rows would answer with another token's."""
+    size = job.model.vocab_size
+    for source, ids in (("rollout.stop_token_ids", job.config.rollout.stop_token_ids), (str(job.folder), job.stop_ids)):
+        if outside := sorted(i for i in ids if i >= size):
+            raise ValueError(f"{source}: stop ids {outside} are outside the model's vocabulary of {size}")
+    for prompt in (*job.train_prompts, *job.held_out):
+        if max(prompt.ids) >= size:
+            raise ValueError(
+                f"{job.folder}: its tokenizer gives id {max(prompt.ids)} for the prompt {prompt.text[:80]!r}, outside "
+                f"the model's vocabulary of {size}: tokenizer and weights do not belong together"
+            )
 
 
 def _check_positions(config: Config, model: ModelConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -70,10 +71,11 @@ def from_huggingface(raw: Mapping[str, Any]) -> ModelConfig:
     Raises:
       ValueError: unsupported architecture, rope type, activation, bias or sliding window, or a missing key.
     """
-    architectures = raw.get("architectures") or [None]
-    family = ARCHITECTURES.get(str(architectures[0]))
+    architectures = raw.get("architectures")
+    named = architectures[0] if isinstance(architectures, list) and architectures else architectures
+    family = ARCHITECTURES.get(str(named))
     if family is None:
-        raise ValueError(f"architecture {architectures[0]!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"architecture {named!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
     _refuse_unsupported(raw)
 
     theta, scaling = _rope(raw)
@@ -99,7 +101,7 @@ def from_huggingface(raw: Mapping[str, Any]) -> ModelConfig:
         rope_scaling=scaling,
         norm_eps=_number(raw, "rms_norm_eps", 1e-6),
         max_positions=_positive(raw, "max_position_embeddings", 2048),
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_embeddings=_flag(raw, "tie_word_embeddings", False),
         initializer_range=_number(raw, "initializer_range", 0.02),
     )
 
@@ -146,9 +148,16 @@ def _positive(raw: Mapping[str, Any], key: str, default: int | None = None) -> i
 
 def _number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = raw.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ValueError(f"config.json: {key}={value!r}: expected a positive number")
     return float(value)
+
+
+def _flag(raw: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = raw.get(key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"config.json: {key}={value!r}: expected true or false")
+    return value
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
@@ -158,9 +167,9 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     for key in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config"):
         if raw.get(key):
             raise ValueError(f"config.json: {key}={raw[key]!r} is not supported; remove it or use another model")
-    odd = sorted(set(raw.get("layer_types") or ()) - {"full_attention"})
-    if odd:
-        raise ValueError(f"config.json: layer_types has {', '.join(odd)}; supported: full_attention")
+    layer_types = raw.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise ValueError(f"config.json: layer_types={layer_types!r} is not supported; supported: full_attention")
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:

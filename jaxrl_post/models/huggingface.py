@@ -47,7 +47,7 @@ def read_raw_config(folder: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} does not exist: a model folder needs config.json, *.safetensors and tokenizer.json")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds a {type(raw).__name__}, not a JSON object")
@@ -57,16 +57,29 @@ def read_raw_config(folder: str | Path) -> dict[str, Any]:
 def load_params(folder: str | Path, config: ModelConfig, shardings: Any) -> Params:
     """The folder's weights in `config.param_dtype` on `shardings`, a tree shaped like the decoder's parameters.
 
-    Raises:
-      ValueError: before any array is made: tensors that are missing, unexpected, of another shape or a quantised
-        dtype (all named), an untied model without a head, a tied one with a head of its own, and as `open_tensors`.
+    Raises: ValueError, before any array is made, as `open_checked`.
     """
-    tensors = open_tensors(Path(folder))
+    tensors = open_checked(folder, config)
     shapes = abstract(config)[1]
-    _check(str(folder), tensors, expected_shapes(config), config.tie_embeddings)
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf, sharding: _load(tensors, TENSORS[parameter_name(path)], leaf, sharding), shapes, shardings
     )
+
+
+def open_checked(folder: str | Path, config: ModelConfig) -> dict[str, TensorSlice]:
+    """The folder's tensors, found to be the ones `config` needs; headers are read, and of weights only a tied head.
+
+    Raises:
+      ValueError: tensors that are missing, unexpected, of another shape or a quantised dtype (all named), an untied
+        model without a head, a tied one with a head of its own, and as `open_tensors`.
+    """
+    tensors = open_tensors(Path(folder))
+    if config.layers > len(tensors):  # before their names are spelt out
+        raise ValueError(
+            f"{folder}: the weights do not fit config.json: {len(tensors)} tensors, num_hidden_layers={config.layers}"
+        )
+    _check(str(folder), tensors, expected_shapes(config), config.tie_embeddings)
+    return tensors
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -71,7 +71,7 @@ def _read_index(path: Path) -> dict[str, str]:
         listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         if not listed or not all(isinstance(file, str) for file in listed.values()):
             raise TypeError("weight_map must map tensor names to file names")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not an index of safetensors shards: {error!r}") from None
     return listed
 
@@ -81,7 +81,7 @@ def _inside(folder: Path, name: str) -> Path:
 
     The one layout that links elsewhere and is accepted is the Hugging Face cache: snapshots/REVISION/ -> blobs/.
     """
-    if not name.endswith(".safetensors"):
+    if not name.endswith(".safetensors") or "\0" in name:
         raise ValueError(f"{folder / INDEX} lists {name!r}: only .safetensors files are read")
     roots = [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":

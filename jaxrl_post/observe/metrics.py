@@ -108,9 +108,9 @@ def _lines(path: Path) -> list[str]:
 def _parse(line: str) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and "step" in record else None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def _set_aside(run_dir: Path) -> None:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 RewardFunction = Callable[[list[str], list[str], list[dict[str, Any]]], Sequence[float]]
 """(prompts, completions, rows) -> one score for each completion; the three lists are aligned."""
+
+
+def describe(error: BaseException) -> str:
+    """Kind and message of an error of foreign code, on one line, with the place that raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())} ({Path(last.filename).name}:{last.lineno})"
 
 
 def load_function(path: str) -> RewardFunction:
@@ -17,9 +25,9 @@ def load_function(path: str) -> RewardFunction:
     key = f"reward.function={path!r}"
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # the module's own code runs here, and may raise anything
+    except (Exception, SystemExit) as error:  # the module's own code runs here, and may raise anything
         raise ValueError(
-            f"{key}: importing module {module_name!r} failed: {type(error).__name__}: {error}. "
+            f"{key}: importing module {module_name!r} failed: {describe(error)}. "
             "It must be importable from the folder the run is started in"
         ) from error
     if name not in vars(module):

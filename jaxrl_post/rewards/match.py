@@ -39,8 +39,9 @@ def check_answer(row: dict[str, Any]) -> None:
     """Raises ValueError unless the row has an `answer` of text or a number."""
     if "answer" not in row:
         raise ValueError(f"has no `answer` (data.task.answer_key); its keys are {sorted(row)}")
-    if not isinstance(row["answer"], str | int | float) or isinstance(row["answer"], bool):
-        raise ValueError(f"has answer={row['answer']!r}, which is neither text nor a number")
+    answer = row["answer"]
+    if not isinstance(answer, str | int | float) or isinstance(answer, bool) or answer != answer:  # NaN is no number
+        raise ValueError(f"has answer={answer!r}, which is neither text nor a number")
 
 
 def check_integer_answer(row: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_post import config
-from jaxrl_post.rewards.function import RewardFunction, load_function
+from jaxrl_post.rewards.function import RewardFunction, describe, load_function
 from jaxrl_post.rewards.gym import check_gym_row, gym_score
 from jaxrl_post.rewards.match import check_answer, check_integer_answer, exact_match, last_number
 from jaxrl_post.types import Prompt
@@ -42,9 +42,8 @@ class Reward:
             scores = list(self.score(texts, list(completions), rows))
         except RewardError:
             raise
-        except Exception as error:  # the grader may be anyone's code
-            reason = f"{type(error).__name__}: {error}"
-            raise RewardError(f"reward {self.name} failed on a batch of {len(texts)}: {reason}") from error
+        except (Exception, SystemExit) as error:  # the grader may be anyone's code
+            raise RewardError(f"reward {self.name} failed on a batch of {len(texts)}: {describe(error)}") from error
         if len(scores) != len(texts):
             raise RewardError(f"reward {self.name} returned {len(scores)} scores for {len(texts)} completions")
         return [_number(score, f"reward {self.name}, {_sample(completions, i)}") for i, score in enumerate(scores)]
@@ -84,8 +83,7 @@ def one_by_one(name: str, grade: Callable[[str, dict[str, Any]], float]) -> Rewa
             try:
                 scores.append(grade(completion, row))
             except Exception as error:  # a sample's text may break a parser in any way
-                reason = f"{type(error).__name__}: {error}"
-                raise RewardError(f"reward {name}, {_sample(completions, i)}: {reason}") from error
+                raise RewardError(f"reward {name}, {_sample(completions, i)}: {describe(error)}") from error
         return scores
 
     return score

@@ -78,7 +78,8 @@ class Sampler:
           limits: new tokens allowed to each request (N of them), at most `max_new_tokens`; None gives all that.
           seeds: a seed for each request (N of them) instead of `seed`.
 
-        Raises: ValueError for an empty prompt, one longer than `width`, or more positions than the model has.
+        Raises: ValueError for an empty prompt, one longer than `width`, more positions than the model has, and
+        log-probs that are not finite.
         """
         if not prompts or options.max_new_tokens == 0:
             return self._nothing(len(prompts) * options.samples_per_prompt, options)
@@ -92,7 +93,13 @@ class Sampler:
         placed = place(requests, jax.tree.map(lambda _: sharded, requests))
         stop_ids, step_array = place((self._stop_ids, np.int32(step)), (whole, whole))
         samples = jax.device_get(self._compiled[shape](params, placed, stop_ids, step_array))
-        return _completions(samples, len(prompts), options.samples_per_prompt)
+        rollout = _completions(samples, len(prompts), options.samples_per_prompt)
+        if not all(np.isfinite([c.logp, c.raw_logp]).all() for c in rollout.completions):
+            raise ValueError(
+                f"the model's log-probs at step {step} are not finite: its weights are not, or training diverged; "
+                "check the model's files, or go on from an earlier checkpoint with a lower optimizer.learning_rate"
+            )
+        return rollout
 
     def _nothing(self, count: int, options: SampleOptions) -> Rollout:
         none = np.zeros(0, np.float32)

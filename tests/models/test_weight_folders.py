@@ -314,7 +314,7 @@ UNSUPPORTED = [
     ({"attention_bias": True}, "attention_bias=True"),
     ({"use_sliding_window": True}, "use_sliding_window=True"),
     ({"quantization_config": {"bits": 4}}, "quantization_config="),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*sliding_attention"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'.*default, llama3"),
     ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor=None"),
     ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
