@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxrl_post import recipes
+from jaxrl_post.config_algorithms import PolicyAlgorithm
 from jaxrl_post.loops.credit import Credit
 from jaxrl_post.loops.gather import Samples
 from jaxrl_post.loops.learner import by_number
@@ -243,9 +244,43 @@ def test_the_loss_of_a_method_is_its_papers(kind):
     np.testing.assert_allclose(value, expected - bonus, rtol=3e-5, atol=1e-6)
 
 
-def test_every_kind_has_a_recipe_and_every_recipe_of_a_kind_is_tested():
-    from jaxrl_post.config_algorithms import PolicyAlgorithm
+def binary_kl(a, new, old):
+    p, q, delta = np.exp(new), np.exp(old), new - old
+    far = q * (old - new) + (1 - q) * np.log((1 - q) / (1 - p)) > 0.02
+    return -a * np.exp(delta) * new * ~(far & (a * delta > 0))
 
+
+def sequence_gspo(a, new, old):
+    s = np.exp((new - old).mean())
+    return np.maximum(-a * s, -a * np.clip(s, 0.9, 1.1))
+
+
+def token_topr(a, new, old):
+    return -a * np.where(a < 0, np.minimum(np.exp(new - old), 1.0), 1.0) * new
+
+
+@pytest.mark.parametrize(
+    ("kind", "override", "surrogate"),
+    [
+        ("dppo", "algorithm.region={kind: kl, limit: 0.02}", binary_kl),
+        ("gspo", "algorithm={kind: gspo, level: sequence, clip_low: 0.1, clip_high: 0.1}", sequence_gspo),
+        ("topr", "algorithm.level=token", token_topr),
+    ],
+)
+def test_variants_of_a_method(kind, override, surrogate):
+    rows = zip(token_advantages(kind), NEW, OLD, strict=True)
+    terms = [surrogate(a, new.astype(float), old.astype(float)) for a, new, old in rows]
+    expected = reduced(terms, REDUCTIONS.get(kind, "token"))
+    np.testing.assert_allclose(library_loss(load(kind, override))[0], expected, rtol=3e-5)
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo", "pass_at_k", "maxrl", "gpg", "lite_ppo"])
+def test_a_surrogate_takes_any_estimator(name):
+    trajectories, _ = credit_of(load("cispo", f"algorithm.advantage={name}")).assign(samples(), None, None, Phases())
+    np.testing.assert_allclose([t.advantage for t in trajectories], ADVANTAGES[name](), rtol=1e-5, atol=1e-6)
+
+
+def test_every_kind_has_a_recipe_and_a_formula():
     kinds = {member.model_fields["kind"].annotation.__args__[0] for member in PolicyAlgorithm.__args__}
     assert kinds == set(KINDS)
 

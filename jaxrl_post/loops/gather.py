@@ -6,6 +6,7 @@ P prompts a step, G samples each, N = P·G. Records hold whole groups, G samples
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from jaxrl_post.models.decoder import Params
 from jaxrl_post.observe.progress import Phases
 from jaxrl_post.rollout.sampler import Rollout, SampleOptions, Sampler
 from jaxrl_post.types import Completion, Prompt, StopReason
+
+log = logging.getLogger(__name__)
 
 SEED_STRIDE = 0x9E3779B9  # golden ratio of 2**32: seeds of a step's further attempts lie far apart
 
@@ -86,9 +89,16 @@ class Gather:
         return {"data": self._stream.state(), "carried": [_to_json(group, prompts) for group in self._carried]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Raises: ValueError as `PromptStream.restore`."""
+        """Carried groups that the config has no place for any more are dropped with a warning.
+
+        Raises: ValueError as `PromptStream.restore`.
+        """
         self._stream.restore(state["data"])
-        self._carried = [_from_json(group, self._job.train_prompts) for group in state["carried"]]
+        saved = [_from_json(group, self._job.train_prompts) for group in state.get("carried", [])]
+        size = self._job.config.rollout.samples_per_prompt if self._filter else 0
+        self._carried = [group for group in saved if len(group.rewards) == size]
+        if len(self._carried) < len(saved):
+            log.warning("dropping %d carried groups: the config changed", len(saved) - len(self._carried))
 
     def _draw(self, params: Params, step: int, attempt: int, phases: Phases) -> Samples:
         prompts = self._stream.next()
