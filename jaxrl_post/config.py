@@ -12,6 +12,8 @@ from pydantic import Field, PositiveInt, model_validator
 
 from jaxrl_post.config_algorithms import GRPO, PolicyAlgorithm, PolicyMethod
 from jaxrl_post.config_base import Count, Fraction, NonNegative, Section, default_kind
+from jaxrl_post.config_optimizer import Optimizer
+from jaxrl_post.config_ppo import PPO
 
 AxisSize = Annotated[int, Field(ge=-1)]
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -205,23 +207,7 @@ class Rollout(Section):
     """Free slots awaited before a refill; a multiple or a divisor of `samples_per_prompt`; null chooses."""
 
 
-Algorithm = Annotated[PolicyAlgorithm, Field(discriminator="kind"), default_kind("grpo")]
-
-
-class Optimizer(Section):
-    """AdamW with global-norm clipping."""
-
-    learning_rate: NonNegative = 1e-6
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up: stay, or fall to `final_fraction` of the peak over the run's steps."""
-    warmup_steps: Count = 0
-    final_fraction: Fraction = 0.0
-    b1: Fraction = 0.9
-    b2: Fraction = 0.999
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: NonNegative = 0.0
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """Global norm to clip to; null does not clip."""
+Algorithm = Annotated[PolicyAlgorithm | PPO, Field(discriminator="kind"), default_kind("grpo")]
 
 
 class Training(Section):

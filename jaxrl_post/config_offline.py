@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PositiveInt, model_validator
 
-from jaxrl_post.config import Checkpoint, Config, Mesh, Model, Optimizer
+from jaxrl_post.config import Checkpoint, Config, Mesh, Model
 from jaxrl_post.config_base import NonNegative, Positive, Section
+from jaxrl_post.config_optimizer import Optimizer
 
 Smoothing = Annotated[float, Field(ge=0.0, lt=0.5)]
 Mixable = Literal["dpo", "hinge", "ipo", "nca", "bco", "sppo", "sft"]

@@ -53,7 +53,8 @@ class Trajectory:
     """A completion with what the update needs: its prompt's ids, and an advantage.
 
     `advantage` is one number for the whole response or float32 [n], one for each token. Samples with the same `group`
-    share `prompt_ids`. `train` False keeps it out of the loss (and its denominators).
+    share `prompt_ids`. `train` False keeps it out of the loss (and its denominators). `value` and `value_target`,
+    float32 [n], are for a critic: what it said of each token's state at sampling time, and what it should have said.
     """
 
     group: int
@@ -62,6 +63,8 @@ class Trajectory:
     logp: np.ndarray
     advantage: float | np.ndarray
     train: bool = True
+    value: np.ndarray | None = None
+    value_target: np.ndarray | None = None
 
 
 class TrainBatch(NamedTuple):

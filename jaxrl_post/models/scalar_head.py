@@ -1,4 +1,4 @@
-"""One number from a hidden state: the head of a reward model."""
+"""One number from a hidden state: the head of a reward model and of a critic."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def init_head(config: ModelConfig, key: jax.Array) -> Head:
 def abstract_head(config: ModelConfig) -> Head:
     """Shapes and dtypes of `init_head`'s arrays."""
     return jax.eval_shape(lambda: init_head(config, jax.random.key(0)))
+
+
+def scores_at(head: Head, x_BTD: jax.Array, column_BS: jax.Array) -> jax.Array:
+    """Scores float32 [B, S] at those columns (int32) of packed rows."""
+    return scores(head, jnp.take_along_axis(x_BTD, column_BS[..., None], axis=1, mode="clip"))
 
 
 def scores(head: Head, x_BSD: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from jaxrl_post.training.logprobs import token_logprobs
 from jaxrl_post.training.optimizer import Optimizer
 from jaxrl_post.training.preference_loss import OfflineLoss, Scalars
 from jaxrl_post.training.state import TrainState
-from jaxrl_post.training.update import apply_gradients
+from jaxrl_post.training.update import apply_gradients, row_placement
 from jaxrl_post.types_offline import OfflineBatch
 
 Tree = Any
@@ -30,7 +30,7 @@ OfflineUpdate = Callable[[TrainState, OfflineBatch, Any, Any], tuple[TrainState,
 
 def language_model(graphdef: nnx.GraphDef, batch_shardings: OfflineBatch, chunk: int) -> Forward:
     """Log-prob and entropy of every target, float32 [B, M] each, at temperature 1."""
-    place = row_placement(batch_shardings)
+    place = row_placement(batch_shardings.rows)
 
     def forward(params: Tree, micro: OfflineBatch) -> tuple[jax.Array, ...]:
         rows = micro.rows
@@ -56,14 +56,13 @@ def reward_model(graphdef: nnx.GraphDef, batch_shardings: OfflineBatch) -> Forwa
 
     Parameters are {"decoder": …, "head": …}. Where a row has fewer sequences than S the score means nothing.
     """
-    place = row_placement(batch_shardings)
+    place = row_placement(batch_shardings.rows)
 
     def forward(params: Tree, micro: OfflineBatch) -> tuple[jax.Array, ...]:
         rows = micro.rows
         decoder = nnx.merge(graphdef, params["decoder"])
         x_BTD = decoder.hidden(rows.tokens, rows.positions, rows.segments, rows.branches, place)
-        x_BSD = jnp.take_along_axis(x_BTD, micro.examples.last[..., None], axis=1, mode="clip")
-        return (scalar_head.scores(params["head"], x_BSD),)
+        return (scalar_head.scores_at(params["head"], x_BTD, micro.examples.last),)
 
     return forward
 
@@ -134,10 +133,3 @@ def make_forward(
 def micro(batch: OfflineBatch, i: jax.Array | int) -> OfflineBatch:
     """Micro-batch `i`."""
     return jax.tree.map(lambda field: lax.dynamic_index_in_dim(field, i, axis=0, keepdims=False), batch)
-
-
-def row_placement(batch_shardings: OfflineBatch) -> Callable[[jax.Array], jax.Array]:
-    """Keeps activations [B, T, D] cut like the rows, so that layers gather weights, which are smaller, not rows."""
-    tokens = batch_shardings.rows.tokens
-    rows = NamedSharding(tokens.mesh, PartitionSpec(*tokens.spec[1:]))
-    return lambda x_BTD: lax.with_sharding_constraint(x_BTD, rows)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxrl_post import config
+from jaxrl_post import config_optimizer
 
 Tree = Any
 UNDECAYED = ("norm", "bias")
@@ -27,7 +27,7 @@ class Optimizer(NamedTuple):
     max_grad_norm: float | None
 
 
-def make_optimizer(options: config.Optimizer, steps: int, updates_per_step: int = 1) -> Optimizer:
+def make_optimizer(options: config_optimizer.Optimizer, steps: int, updates_per_step: int = 1) -> Optimizer:
     """AdamW (arXiv:1711.05101): decay is scaled by the learning rate and spares norm gains and biases.
 
     `steps` are those of the run; each has `updates_per_step` optimizer updates (epochs × mini-batches).
@@ -39,7 +39,7 @@ def make_optimizer(options: config.Optimizer, steps: int, updates_per_step: int 
     return Optimizer(transform, lambda update: rate(update // updates_per_step), options.max_grad_norm)
 
 
-def schedule(options: config.Optimizer, steps: int) -> Callable[[jax.Array], jax.Array]:
+def schedule(options: config_optimizer.Optimizer, steps: int) -> Callable[[jax.Array], jax.Array]:
     """Learning rate, float32, of loop step s = 0, 1, …, with W = warmup_steps, S = steps, f = final_fraction.
 
     s < W: peak·(s+1)/W, so no step is wasted on a rate of 0. Then, with x = (s−W)/(S−W) clipped to [0, 1]:

@@ -51,7 +51,7 @@ def make_update(
     `actor/lr`, `actor/skipped_update` (1 when the norm was not finite).
     """
 
-    place = _row_placement(batch_shardings)
+    place = row_placement(batch_shardings)
 
     def micro_loss(params: Tree, micro: TrainBatch) -> tuple[jax.Array, Tally]:
         logp_BM, entropy_BM = _logprobs(graphdef, params, micro, temperature, chunk, place, entropy_gradient)
@@ -81,11 +81,11 @@ def make_score(
 ) -> Score:
     """A jitted `score(params, batch, n_micro) -> logp` float32 [A, B, M], 0 at dead targets: π_old or π_ref."""
 
-    place = _row_placement(batch_shardings)
+    place = row_placement(batch_shardings)
 
     def score(params: Tree, batch: TrainBatch, n_micro: jax.Array) -> jax.Array:
         def body(i: jax.Array, logp_ABM: jax.Array) -> jax.Array:
-            logp_BM, _ = _logprobs(graphdef, params, _micro(batch, i), temperature, chunk, place)
+            logp_BM, _ = _logprobs(graphdef, params, micro(batch, i), temperature, chunk, place)
             return lax.dynamic_update_index_in_dim(logp_ABM, logp_BM, i, axis=0)
 
         return lax.fori_loop(0, n_micro, body, jnp.zeros(batch.target.shape))
@@ -110,10 +110,10 @@ def accumulate(gradient: LossAndGrad, params: Tree, batch: TrainBatch, n_micro: 
     """Gradients and tallies of the first `n_micro` micro-batches, added up in a loop that nothing differentiates."""
 
     def body(i: jax.Array, carry: tuple[Tree, Tally]) -> tuple[Tree, Tally]:
-        grads, tally = gradient(params, _micro(batch, i))
+        grads, tally = gradient(params, micro(batch, i))
         return jax.tree.map(jnp.add, carry[0], grads), combine(carry[1], tally)
 
-    shapes = jax.eval_shape(gradient, params, _micro(batch, jnp.int32(0)))
+    shapes = jax.eval_shape(gradient, params, micro(batch, jnp.int32(0)))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return lax.fori_loop(0, n_micro, body, zeros)
 
@@ -136,7 +136,8 @@ def apply_gradients(
     return TrainState(keep(params, state.params), keep(opt_state, state.opt_state), state.step + 1), metrics
 
 
-def _micro(batch: TrainBatch, i: jax.Array) -> TrainBatch:
+def micro(batch: TrainBatch, i: jax.Array) -> TrainBatch:
+    """Micro-batch `i`."""
     return TrainBatch(*(lax.dynamic_index_in_dim(field, i, axis=0, keepdims=False) for field in batch))
 
 
@@ -165,7 +166,7 @@ def _logprobs(
     )
 
 
-def _row_placement(batch_shardings: TrainBatch) -> Placement:
+def row_placement(batch_shardings: TrainBatch) -> Placement:
     """Keeps activations [B, T, D] cut like the rows, so that layers gather weights, which are smaller, not rows."""
     tokens = batch_shardings.tokens
     rows = NamedSharding(tokens.mesh, PartitionSpec(*tokens.spec[1:]))

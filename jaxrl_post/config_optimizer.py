@@ -1,0 +1,25 @@
+"""The optimizer section, which a policy and its critic have one of each."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from jaxrl_post.config_base import Count, Fraction, NonNegative, Section
+
+
+class Optimizer(Section):
+    """AdamW with global-norm clipping."""
+
+    learning_rate: NonNegative = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up: stay, or fall to `final_fraction` of the peak over the run's steps."""
+    warmup_steps: Count = 0
+    final_fraction: Fraction = 0.0
+    b1: Fraction = 0.9
+    b2: Fraction = 0.999
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Global norm to clip to; null does not clip."""

@@ -1,0 +1,101 @@
+"""The critic's programs: values of tokens, and the update towards their returns.
+
+A critic's parameters are {"decoder", "head"}. The value of a token is that of the state it was sampled in: the head's
+number for the hidden state that predicts the token. A critic's batch is a `TrainBatch` in which `old_logp` holds the
+values at sampling time and `advantage` the returns.
+
+Legend: A micro-batches, B rows, M targets of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_post.models import scalar_head
+from jaxrl_post.objectives.reductions import live, weighted_sum
+from jaxrl_post.objectives.values import value_loss
+from jaxrl_post.training.loss import Scalars, Tally
+from jaxrl_post.training.optimizer import Optimizer
+from jaxrl_post.training.state import TrainState
+from jaxrl_post.training.update import Score, Update, accumulate, apply_gradients, micro, row_placement
+from jaxrl_post.types import TrainBatch
+
+Tree = Any
+Values = Callable[[Tree, TrainBatch], jax.Array]  # (params, micro-batch) -> value_BM
+
+
+def token_values(graphdef: nnx.GraphDef, batch_shardings: TrainBatch) -> Values:
+    """The value of every target, float32 [B, M], exactly 0 and without gradient where masked."""
+    place = row_placement(batch_shardings)
+
+    def values(params: Tree, rows: TrainBatch) -> jax.Array:
+        decoder = nnx.merge(graphdef, params["decoder"])
+        x_BTD = decoder.hidden(rows.tokens, rows.positions, rows.segments, rows.branches, place)
+        return live(scalar_head.scores_at(params["head"], x_BTD, rows.source), rows.mask)
+
+    return values
+
+
+def make_values(values: Values, *, params_shardings: Tree, batch_shardings: TrainBatch) -> Score:
+    """A jitted `score(params, batch, n_micro) -> value` float32 [A, B, M], 0 at dead targets."""
+
+    def score(params: Tree, batch: TrainBatch, n_micro: jax.Array) -> jax.Array:
+        body = lambda i, made: lax.dynamic_update_index_in_dim(made, values(params, micro(batch, i)), i, axis=0)
+        return lax.fori_loop(0, n_micro, body, jnp.zeros(batch.target.shape))
+
+    everywhere = NamedSharding(batch_shardings.target.mesh, PartitionSpec())
+    return jax.jit(
+        score, in_shardings=(params_shardings, batch_shardings, everywhere), out_shardings=batch_shardings.old_logp
+    )
+
+
+def make_critic_update(
+    values: Values,
+    optimizer: Optimizer,
+    *,
+    value_clip: float | None,
+    shardings: TrainState,
+    batch_shardings: TrainBatch,
+) -> Update:
+    """A jitted `update(state, batch, n_micro) -> (state, metrics)` like `update.make_update`; the state is donated.
+
+    The loss is Σ weight · `values.value_loss`. Metrics: `critic/{vf_loss, vf_clipfrac, vpred_mean, grad_norm, lr,
+    skipped_update}`.
+    """
+
+    def micro_loss(params: Tree, rows: TrainBatch) -> tuple[jax.Array, Tally]:
+        value_BM = values(params, rows)
+        term_BM, stats = value_loss(value_BM, rows.old_logp, rows.advantage, rows.mask, clip=value_clip)
+        loss = weighted_sum(term_BM, rows.mask, rows.weight)
+        return loss, _tally(loss, {"critic/vf_clipfrac": stats["clipped"], "critic/vpred_mean": value_BM}, rows.mask)
+
+    def gradient(params: Tree, rows: TrainBatch) -> tuple[Tree, Tally]:
+        grads, tally = jax.grad(micro_loss, has_aux=True)(params, rows)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return lax.with_sharding_constraint(grads, shardings.params), tally
+
+    def update(state: TrainState, batch: TrainBatch, n_micro: jax.Array) -> tuple[TrainState, Scalars]:
+        grads, tally = accumulate(gradient, state.params, batch, n_micro)
+        state, moved = apply_gradients(optimizer, state, grads, n_micro > 0)
+        means = {name: total / jnp.maximum(tally.tokens, 1.0) for name, total in tally.sums.items()}
+        return state, tally.totals | means | {name.replace("actor/", "critic/"): x for name, x in moved.items()}
+
+    everywhere = NamedSharding(shardings.step.mesh, PartitionSpec())
+    return jax.jit(
+        update,
+        donate_argnums=0,
+        in_shardings=(shardings, batch_shardings, everywhere),
+        out_shardings=(shardings, everywhere),
+    )
+
+
+def _tally(loss: jax.Array, stats_BM: Scalars, mask_BM: jax.Array) -> Tally:
+    sums = {name: jnp.sum(live(x_BM, mask_BM)) for name, x_BM in stats_BM.items()}
+    return lax.stop_gradient(Tally(jnp.sum(mask_BM, dtype=jnp.float32), {"critic/vf_loss": loss}, sums, {}))
