@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PositiveInt, model_validator
@@ -219,11 +218,15 @@ ONLINE_KINDS, OFFLINE_KINDS = _kinds(Config), _kinds(OfflineConfig)
 
 
 def config_class(tree: Any) -> type[Config] | type[OfflineConfig]:
-    """Which of the two schemas a recipe is written in: the one that has its `algorithm.kind`, or the nearest to it."""
-    algorithm = tree.get("algorithm") if isinstance(tree, Mapping) else None
+    """Which of the two schemas a recipe is written in: the one that has its `algorithm.kind`.
+
+    A kind that neither has is taken for a misspelt offline one where `data.path`, which only they have, is given.
+    """
+    sections = tree if isinstance(tree, Mapping) else {}
+    algorithm, data = (sections.get(name) or {} for name in ("algorithm", "data"))
     kind = algorithm.get("kind") if isinstance(algorithm, Mapping) else None
-    near = get_close_matches(kind, [*ONLINE_KINDS, *OFFLINE_KINDS], n=1) if isinstance(kind, str) else []
-    return OfflineConfig if near and near[0] in OFFLINE_KINDS else Config
+    misspelt = isinstance(kind, str) and kind not in ONLINE_KINDS and isinstance(data, Mapping) and "path" in data
+    return OfflineConfig if kind in OFFLINE_KINDS or misspelt else Config
 
 
 def defaults(tree: Mapping[str, Any]) -> dict[str, Any]:

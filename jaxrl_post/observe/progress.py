@@ -19,6 +19,7 @@ SHOWN = {  # column: metric, format
     "reward": ("critic/rewards/mean", "{:.3f}"),
     "loss": ("loss", "{:.4f}"),
     "accuracy": ("rewards/accuracies", "{:.3f}"),
+    "pairs won": ("accuracy", "{:.3f}"),
     "margin": ("rewards/margins", "{:.3f}"),
     "length": ("response_length/mean", "{:.1f}"),
     "entropy": ("actor/entropy", "{:.3f}"),

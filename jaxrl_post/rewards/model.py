@@ -1,0 +1,130 @@
+"""A trained reward model as a grader: loads a run of `algorithm.kind: reward_model` and scores answers.
+
+Legend: N answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxrl_post import recipes
+from jaxrl_post.checkpoint import Checkpointer
+from jaxrl_post.config_offline import OfflineConfig
+from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl_post.loops.offline_job import build_network
+from jaxrl_post.models.decoder import Params
+from jaxrl_post.models.zoo import resolve
+from jaxrl_post.training.offline_packing import example_shape, example_shardings, pack_examples
+from jaxrl_post.training.offline_update import make_forward, reward_model
+from jaxrl_post.types_offline import Answer, Example
+from sharding.mesh import batch_shards
+from sharding.placement import Tree, place
+
+
+class RewardModel:
+    """Scores of (prompt ids, answer ids), one program for every call.
+
+    The answer's ids are as a sampler gives them, end token included; those of other models' tokenizers mean nothing.
+    `tokenizer` is the one the model was trained with.
+    """
+
+    def __init__(self, run_dir: str | Path, max_tokens: int, tokens_per_batch: int = 4096):
+        """The newest checkpoint of `run_dir`, on the mesh of its recipe.
+
+        `max_tokens` bounds prompt and answer together. Raises: ValueError for a folder that is no run of a reward
+        model or holds no checkpoint, and for `max_tokens` beyond the model's positions.
+        """
+        run_dir = Path(run_dir)
+        config = _config(run_dir)
+        folder = None if config.model.path is None else resolve(config.model.path)
+        self.tokenizer: Tokenizer = load_tokenizer(folder)
+        self._network = build_network(config, folder, self.tokenizer)
+        self._max_tokens = max_tokens
+        if max_tokens > self._network.model.max_positions:
+            raise ValueError(
+                f"max_tokens={max_tokens} exceeds the {self._network.model.max_positions} positions of {run_dir}"
+            )
+        shards = batch_shards(self._network.mesh)
+        budget = max(tokens_per_batch, max_tokens)
+        self._batch = budget // max_tokens * shards
+        self._shape = example_shape(
+            [2, max_tokens],
+            1,
+            examples_per_step=self._batch,
+            tokens_per_microbatch=budget,
+            row_length=max_tokens,
+            batch_shards=shards,
+        )
+        self._shardings = example_shardings(self._shape, self._network.mesh)
+        self._params = _newest(run_dir, self._network.abstract_params, self._network.shardings())
+        self._forward = make_forward(
+            reward_model(self._network.graphdef, self._shardings),
+            params_shardings=self._network.shardings(),
+            batch_shardings=self._shardings,
+        )
+
+    def __call__(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> np.ndarray:
+        """float32 [N]; the score of `answers[i]` after `prompts[i]`.
+
+        Raises: ValueError for a prompt or answer without tokens, or longer together than `max_tokens`.
+        """
+        made = zip(prompts, answers, strict=True)
+        # The margin, which no score depends on, carries the place in a part through the packing.
+        examples = [
+            Example(
+                tuple(map(int, prompt)),
+                (Answer(tuple(map(int, answer)), (True,) * len(answer)),),
+                margin=i % self._batch,
+            )
+            for i, (prompt, answer) in enumerate(made)
+        ]
+        for i, example in enumerate(examples):
+            if not example.prompt_ids or not example.answers[0].ids or example.size > self._max_tokens:
+                raise ValueError(
+                    f"answer {i}: {len(example.prompt_ids)} prompt and {len(example.answers[0].ids)} answer tokens; "
+                    f"both need at least 1, and together at most max_tokens={self._max_tokens}"
+                )
+        parts = [self._score(examples[i : i + self._batch]) for i in range(0, len(examples), self._batch)]
+        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+    def _score(self, examples: Sequence[Example]) -> np.ndarray:
+        batch, n_micro, _ = pack_examples(examples, self._shape)
+        scores = np.asarray(self._forward(self._params, place(batch, self._shardings), n_micro))
+        live = batch.examples.weight > 0
+        scores_N = np.empty(len(examples), np.float32)
+        scores_N[batch.examples.margin[live].astype(int)] = scores[live]
+        return scores_N
+
+
+def _config(run_dir: Path) -> OfflineConfig:
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"{run_dir} is not the folder of a run: it has no config.yaml; give the recipe's run_dir")
+    config = recipes.load(path)
+    if not isinstance(config, OfflineConfig) or config.algorithm.kind != "reward_model":
+        raise ValueError(
+            f"{run_dir} is a run of algorithm.kind={config.algorithm.kind}, which has no scores: give the run_dir of a "
+            "recipe of kind reward_model"
+        )
+    return config
+
+
+def _newest(run_dir: Path, abstract_params: Params, shardings: Tree) -> Params:
+    if not (run_dir / "checkpoints").is_dir():
+        raise ValueError(f"{run_dir} has no checkpoints yet: train it first")
+    checkpoints = Checkpointer(run_dir / "checkpoints", keep_last=1)
+    step = checkpoints.latest()
+    if step is None:
+        raise ValueError(f"{run_dir / 'checkpoints'} holds no complete checkpoint yet")
+    wanted = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        abstract_params,
+        shardings,
+    )
+    arrays, _ = checkpoints.restore(step, {"params": wanted}, partial=True)
+    checkpoints.close()
+    return arrays["params"]
