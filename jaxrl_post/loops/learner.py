@@ -38,7 +38,7 @@ class Learner:
         self._job = job
         self._optimizer = make_optimizer(config.optimizer, config.steps, algorithm.epochs * algorithm.mini_batches)
         self._shardings = state_shardings(job.abstract_params, job.axes, self._optimizer, job.mesh)
-        self.shape = _shape(job)
+        self.shape = update_shape(job, config.rollout.max_new_tokens)
         self._batch_shardings = batch_shardings(self.shape, job.mesh)
         num_sequences = _num_sequences(job, self.shape)
         temperature, chunk = config.rollout.temperature, config.training.logprob_chunk
@@ -90,19 +90,20 @@ class Learner:
 
         Metrics are means over the updates, those that compare sampler and trainer are the first update's.
         """
-        keep_all = self._job.config.algorithm.keeps_zero_advantage
-        packed = [self._pack(mini, keep_all) for mini in self._mini_batches(trajectories)]
+        algorithm = self._job.config.algorithm
+        minis = mini_batches(trajectories, algorithm.mini_batches)
+        packed = [self._pack(mini, algorithm.keeps_zero_advantage) for mini in minis]
         batches = [(self._scored(state, batch, n_micro, phases), n_micro) for batch, n_micro, _ in packed]
         measured = self._measured_mismatch([batch for batch, n_micro in batches if n_micro])
         rows: list[Metrics] = []
         with phases("update_actor"):
-            for _ in range(self._job.config.algorithm.epochs):
+            for _ in range(algorithm.epochs):
                 for batch, n_micro in batches:
                     if n_micro == 0:  # no group has signal: even the optimizer's passes are saved
                         state = state._replace(step=state.step + 1)
                         continue
                     state, metrics = self._update(state, batch, n_micro)
-                    rows.append(_floats(metrics))
+                    rows.append(floats(metrics))
         reports = [report for *_, report in packed]
         return state, _summary(rows) | measured | {
             "training/trained_sequences": sum(report.sequences for report in reports),
@@ -119,7 +120,7 @@ class Learner:
         more for the update.
         """
         old, reference = [], []
-        for mini in self._mini_batches(trajectories):
+        for mini in mini_batches(trajectories, self._job.config.algorithm.mini_batches):
             # Each target carries its trajectory's number in place of an advantage, to find its way back.
             numbered = [dataclasses.replace(t, advantage=float(i)) for i, t in enumerate(mini, start=1)]
             batch, n_micro, _ = self._pack(numbered, keep_all=True)
@@ -129,11 +130,6 @@ class Learner:
             old += by_number(jax.device_get(placed.old_logp), batch.advantage, len(mini))
             reference += by_number(reference_ABM, batch.advantage, len(mini))
         return old, reference
-
-    def _mini_batches(self, trajectories: Sequence[Trajectory]) -> list[Sequence[Trajectory]]:
-        """Whole groups, in order."""
-        size = len(trajectories) // self._job.config.algorithm.mini_batches
-        return [trajectories[i : i + size] for i in range(0, len(trajectories), size)]
 
     def _pack(self, trajectories: Sequence[Trajectory], keep_all: bool) -> tuple[TrainBatch, int, Any]:
         config = self._job.config
@@ -161,14 +157,21 @@ class Learner:
         """All of `rollout_corr/*`, where the trainer's π_old is known; means over the mini-batches."""
         if self._job.config.algorithm.old_logprobs == "sampler":
             return {}
-        return _mean_metrics([_floats(self._sampler_metrics(batch)) for batch in batches])
+        return mean_metrics([floats(self._sampler_metrics(batch)) for batch in batches])
 
 
-def _shape(job: Job) -> PackShape:
+def mini_batches(trajectories: Sequence[Trajectory], count: int) -> list[Sequence[Trajectory]]:
+    """Whole groups, in order."""
+    size = len(trajectories) // count
+    return [trajectories[i : i + size] for i in range(0, len(trajectories), size)]
+
+
+def update_shape(job: Job, max_new_tokens: int) -> PackShape:
+    """Of an optimizer update on responses of up to so many tokens."""
     config = job.config
     return pack_shape(
         max_prompt=job.prompt_width,
-        max_new_tokens=config.rollout.max_new_tokens,
+        max_new_tokens=max_new_tokens,
         samples_per_prompt=config.rollout.samples_per_prompt,
         prompts=config.data.prompts_per_step // config.algorithm.mini_batches,
         tokens_per_microbatch=config.training.tokens_per_microbatch,
@@ -192,11 +195,11 @@ def _num_sequences(job: Job, shape: PackShape) -> int:
     return min(shape.targets, samples // job.config.algorithm.mini_batches)
 
 
-def _floats(metrics: Mapping[str, Any]) -> Metrics:
+def floats(metrics: Mapping[str, Any]) -> Metrics:
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
-def _mean_metrics(rows: Sequence[Metrics]) -> Metrics:
+def mean_metrics(rows: Sequence[Metrics]) -> Metrics:
     return {name: float(np.mean([row[name] for row in rows])) for name in (rows[0] if rows else {})}
 
 
