@@ -17,8 +17,8 @@ class Optimizer(Section):
     """After warm-up: stay, or fall to `final_fraction` of the peak over the run's steps."""
     warmup_steps: Count = 0
     final_fraction: Fraction = 0.0
-    b1: Fraction = 0.9
-    b2: Fraction = 0.999
+    b1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    b2: float = Field(default=0.999, ge=0.0, lt=1.0)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: NonNegative = 0.0
     max_grad_norm: float | None = Field(default=1.0, gt=0)
