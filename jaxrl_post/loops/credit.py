@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_post.config_algorithms import DAPO, GPG, GRPO, Overlong, PolicyMethod, ReinforcePlusPlus, ReMax, Surrogate
+from jaxrl_post.config_ppo import PPO
+from jaxrl_post.loops.critic import Critic
 from jaxrl_post.loops.gather import Samples, grade, sample_greedily
 from jaxrl_post.loops.job import Job
 from jaxrl_post.loops.learner import Learner
@@ -32,7 +34,8 @@ class Signals(NamedTuple):
     """What an estimator may look at. A reward that is not finite is missing: its sample gets advantage 0.
 
     `reward_N` float32; `group_N`, `length_N` int32, tokens; `greedy_N` float32, the greedy answer's reward, for ReMax;
-    `penalty_NR` float32, coef · KL of each token, for REINFORCE++ (for the others it is in `reward_N`).
+    `penalty_NR` float32, coef · KL of each token, for REINFORCE++ and a critic (for the others it is in `reward_N`);
+    `truncated_N` bool, cut by the token limit.
     """
 
     reward_N: Any
@@ -40,18 +43,23 @@ class Signals(NamedTuple):
     length_N: Any
     greedy_N: Any = None
     penalty_NR: Any = None
+    truncated_N: Any = None
 
 
 Estimate = Callable[[Signals], jax.Array]  # -> advantages float32 [N], or [N, R]
+# (trajectories without advantages, signals) -> with them, and metrics
+Assign = Callable[[Sequence[Trajectory], Signals, Phases], tuple[list[Trajectory], Metrics]]
 
 
 class Credit:
     """Assigns advantages step by step; its only state is the coefficient of an adaptive KL."""
 
-    def __init__(self, job: Job, sampler: Sampler, learner: Learner):
+    def __init__(self, job: Job, sampler: Sampler, learner: Learner, critic: Critic | None = None):
         self._job, self._sampler, self._learner = job, sampler, learner
         self._algorithm = job.config.algorithm
-        self._estimate = jax.jit(estimator(self._algorithm, job.config.rollout.max_new_tokens))
+        self._assign = (
+            _by_critic(critic) if critic else _by_estimate(self._algorithm, job.config.rollout.max_new_tokens)
+        )
         self._kl_coef = self._algorithm.kl.coef
 
     def assign(
@@ -64,13 +72,9 @@ class Credit:
         bare = to_trajectories(samples, self._algorithm.drop_truncated)
         greedy_N = self._greedy_rewards(samples, params, phases)
         penalty_NR, metrics = self._kl_penalty(bare, state, phases)
-        with phases("adv"):
-            signals = self._signals(samples, greedy_N, penalty_NR)
-            advantages_N = np.asarray(self._estimate(signals))
-            trajectories = [
-                dataclasses.replace(t, advantage=_of_response(a, t)) for t, a in zip(bare, advantages_N, strict=True)
-            ]
-        return trajectories, metrics | self._reward_metrics(signals)
+        signals = self._signals(samples, greedy_N, penalty_NR)
+        trajectories, assigned = self._assign(bare, signals, phases)
+        return trajectories, metrics | assigned | self._reward_metrics(signals)
 
     def state(self) -> dict[str, float]:
         """For JSON."""
@@ -88,7 +92,7 @@ class Credit:
         if self._algorithm.overlong is not None:
             limit = self._job.config.rollout.max_new_tokens
             reward_N = reward_N + length_penalty(self._algorithm.overlong, length_N, limit)
-        per_token = isinstance(self._algorithm, ReinforcePlusPlus)
+        per_token = isinstance(self._algorithm, ReinforcePlusPlus | PPO)
         if penalty_NR is not None and not per_token:
             reward_N = reward_N - penalty_NR.sum(axis=1)
         present_N = np.repeat(samples.has_signal_P, len(completions) // len(samples.prompts))
@@ -98,6 +102,7 @@ class Credit:
             length_N,
             greedy_N,
             penalty_NR if per_token else None,
+            np.array([c.stop is StopReason.LENGTH for c in completions]),
         )
 
     def _reward_metrics(self, signals: Signals) -> Metrics:
@@ -149,6 +154,22 @@ class Credit:
             self._kl_coef = float(adapted)
         metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coef}
         return np.float32(coef) * kl_NR, metrics
+
+
+def _by_critic(critic: Critic) -> Assign:
+    return lambda bare, s, phases: critic.assign(bare, s.reward_N, s.penalty_NR, s.truncated_N, phases)
+
+
+def _by_estimate(algorithm: PolicyMethod, max_new_tokens: int) -> Assign:
+    estimate = jax.jit(estimator(algorithm, max_new_tokens))
+
+    def assign(bare: Sequence[Trajectory], signals: Signals, phases: Phases) -> tuple[list[Trajectory], Metrics]:
+        with phases("adv"):
+            advantages_N = np.asarray(estimate(signals))
+            rows = zip(bare, advantages_N, strict=True)
+            return [dataclasses.replace(t, advantage=_of_response(advantage, t)) for t, advantage in rows], {}
+
+    return assign
 
 
 def estimator(algorithm: PolicyMethod, max_new_tokens: int) -> Estimate:

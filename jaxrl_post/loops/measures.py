@@ -23,7 +23,7 @@ def sample_metrics(
     rewards_PG = rewards_N.reshape(len(prompts), -1)
     spread = {"critic/score": rewards_N, "critic/rewards": rewards_N, "critic/advantages": advantages_N}
     spread |= {"response_length": lengths_N, "prompt_length": prompt_P}
-    metrics = {f"{name}/{kind}": value for name, x in spread.items() for kind, value in _spread(x).items()}
+    metrics = {f"{name}/{kind}": value for name, x in spread.items() for kind, value in mean_max_min(x).items()}
     return metrics | {
         "response_length/clip_ratio": float(cut_N.mean()),
         "prompt_length/clip_ratio": float((prompt_P >= width).mean()),
@@ -44,5 +44,5 @@ def speed_metrics(tokens: float, seconds: float, devices: int) -> Metrics:
     }
 
 
-def _spread(x: np.ndarray) -> Metrics:
+def mean_max_min(x: np.ndarray) -> Metrics:
     return {"mean": float(x.mean()), "max": float(x.max()), "min": float(x.min())}

@@ -16,8 +16,10 @@ import numpy as np
 from jaxrl_post import recipes
 from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.config import Config
+from jaxrl_post.config_ppo import PPO
 from jaxrl_post.data.prompts import PromptStream
 from jaxrl_post.loops.credit import Credit
+from jaxrl_post.loops.critic import Critic
 from jaxrl_post.loops.gather import Gather, Samples, grade, sample_greedily
 from jaxrl_post.loops.job import Job, build, initial_params, rollout_params
 from jaxrl_post.loops.learner import Learner
@@ -50,8 +52,9 @@ def run(config: Config) -> None:
     stream = PromptStream(job.train_prompts, config.data.prompts_per_step, config.seed, config.data.shuffle)
     sampler = Sampler(job.graphdef, job.model, job.mesh, job.stop_ids)
     learner, gather = Learner(job), Gather(job, sampler, stream)
-    credit = Credit(job, sampler, learner)
-    state = _start(job, checkpoints, learner, gather, credit, done)
+    critic = Critic(job, config.algorithm) if isinstance(config.algorithm, PPO) else None
+    credit = Credit(job, sampler, learner, critic)
+    state = _start(job, checkpoints, learner, gather, credit, critic, done)
     _write_config(config, run_dir)
 
     resumed = done if done > 0 else None
@@ -68,6 +71,7 @@ def run(config: Config) -> None:
             trajectories, credited = credit.assign(samples, state, params, phases)
             del params  # may be the state's own arrays, which the update is given for good
             state, learned = learner.learn(state, trajectories, phases)
+            learned |= critic.learn(trajectories, phases) if critic else {}
 
             advantages_N = np.array([np.mean(t.advantage) for t in trajectories])
             metrics = {"training/global_step": step, **learned}
@@ -80,7 +84,9 @@ def run(config: Config) -> None:
                     metrics |= _note(progress, evaluate(job, sampler, state.params))
             if _due(step, config.checkpoint.every, config.steps):
                 with phases("save_checkpoint"):
-                    checkpoints.save(step, state._asdict(), gather.state() | credit.state())
+                    checkpoints.save(
+                        step, state._asdict() | (critic.arrays() if critic else {}), gather.state() | credit.state()
+                    )
             if config.dump_rollouts:
                 writer.write_rollouts(step, _dump(samples, advantages_N))
             metrics |= phases.collect() | compiles.collect()
@@ -111,19 +117,30 @@ def _last_step(checkpoints: Checkpointer, config: Config) -> int:
 
 
 def _start(
-    job: Job, checkpoints: Checkpointer, learner: Learner, gather: Gather, credit: Credit, done: int
+    job: Job,
+    checkpoints: Checkpointer,
+    learner: Learner,
+    gather: Gather,
+    credit: Credit,
+    critic: Critic | None,
+    done: int,
 ) -> TrainState:
     """Weights from the model for a new run, from the checkpoint otherwise; the reference is the model in both."""
     if not done:
         fresh = initial_params(job)
         learner.keep_reference(fresh)
+        if critic:
+            critic.start(fresh)
         return learner.start(fresh)
     if learner.needs_reference:
         learner.keep_reference(initial_params(job))
-    arrays, host = checkpoints.restore(done, learner.abstract_state()._asdict())
+    abstract = learner.abstract_state()._asdict()
+    arrays, host = checkpoints.restore(done, abstract | (critic.abstract_arrays() if critic else {}))
     gather.restore(host)
     credit.restore(host)
-    return TrainState(**arrays)
+    if critic:
+        critic.restore(arrays)
+    return TrainState(**{name: arrays[name] for name in abstract})
 
 
 def _write_config(config: Config, run_dir: Path) -> None:
