@@ -34,6 +34,7 @@ SYNONYMS = {
     "grad_clip": "optimizer.max_grad_norm",
     "kl_coef": "algorithm.kl.coef",
     "kl_loss_coef": "algorithm.kl.coef",
+    "learning_rate": "optimizer.learning_rate",
     "loss_agg_mode": "algorithm.aggregation",
     "lr": "optimizer.learning_rate",
     "max_completion_length": "rollout.max_new_tokens",
