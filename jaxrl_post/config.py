@@ -301,6 +301,14 @@ class Config(Section):
                 f"data.prompts_per_step={self.data.prompts_per_step} must be a multiple of "
                 f"algorithm.mini_batches={self.algorithm.mini_batches}"
             )
+        longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        row = self.training.row_length or self.training.tokens_per_microbatch
+        if isinstance(self.algorithm, PPO) and self.algorithm.bootstrap_truncated and row <= longest:
+            raise ValueError(
+                "algorithm.bootstrap_truncated=true reads a value after the last token, and a row of "
+                f"{row} has no room for one beyond data.max_prompt_tokens + rollout.max_new_tokens = {longest}: raise "
+                "training.row_length (training.tokens_per_microbatch, where that is null)"
+            )
         overlong, limit = self.algorithm.overlong, self.rollout.max_new_tokens
         if overlong is not None and overlong.buffer is not None and overlong.buffer > limit:
             raise ValueError(
