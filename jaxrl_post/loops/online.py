@@ -5,7 +5,6 @@ P prompts a step, G samples each, N = P·G.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_post import recipes
 from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.config import Config
 from jaxrl_post.config_ppo import PPO
@@ -24,6 +22,7 @@ from jaxrl_post.loops.gather import Gather, Samples, grade, sample_greedily
 from jaxrl_post.loops.job import Job, build, initial_params, rollout_params
 from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.measures import Metrics, sample_metrics, speed_metrics
+from jaxrl_post.loops.run_folder import due, last_step, write_config
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.observe.compiles import CompileCounter
 from jaxrl_post.observe.metrics import METRICS, MetricsWriter
@@ -32,8 +31,6 @@ from jaxrl_post.observe.progress import Phases, Progress
 from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.training.state import TrainState
 from sharding.placement import bytes_per_device
-
-log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> None:
@@ -45,7 +42,7 @@ def run(config: Config) -> None:
     job = build(config)
     run_dir = Path(config.run_dir)
     checkpoints = Checkpointer(run_dir / "checkpoints", config.checkpoint.keep_last)
-    done = _last_step(checkpoints, config)
+    done = last_step(checkpoints, config)
     if done >= config.steps:
         print(f"{run_dir} is at step {done} of {config.steps} already: give more `steps`, or another `run_dir`")
         return
@@ -55,7 +52,7 @@ def run(config: Config) -> None:
     critic = Critic(job, config.algorithm) if isinstance(config.algorithm, PPO) else None
     credit = Credit(job, sampler, learner, critic)
     state = _start(job, checkpoints, learner, gather, credit, critic, done)
-    _write_config(config, run_dir)
+    write_config(config, run_dir)
 
     resumed = done if done > 0 else None
     with MetricsWriter(run_dir, resumed) as writer, Progress(config.steps) as progress, CompileCounter() as compiles:
@@ -79,10 +76,10 @@ def run(config: Config) -> None:
                 samples.prompts, samples.rollout, samples.rewards_N, advantages_N, job.prompt_width
             )
             metrics |= gathered | credited
-            if _due(step, config.evaluation.every, config.steps) and config.evaluation.enabled and job.held_out:
+            if due(step, config.evaluation.every, config.steps) and config.evaluation.enabled and job.held_out:
                 with phases("testing"):
                     metrics |= _note(progress, evaluate(job, sampler, state.params))
-            if _due(step, config.checkpoint.every, config.steps):
+            if due(step, config.checkpoint.every, config.steps):
                 with phases("save_checkpoint"):
                     checkpoints.save(
                         step, state._asdict() | (critic.arrays() if critic else {}), gather.state() | credit.state()
@@ -103,17 +100,6 @@ def evaluate(job: Job, sampler: Sampler, params: Params) -> Metrics:
     rollout = sample_greedily(job, sampler, rollout_params(job, params), job.held_out)
     _, rewards_N = grade(job, job.held_out, rollout)
     return {f"val-core/{job.task_name}/acc/mean@1": float(rewards_N.mean())}
-
-
-def _last_step(checkpoints: Checkpointer, config: Config) -> int:
-    """The step to go on from, 0 for a new run. A new run does not start in a folder that holds checkpoints."""
-    newest = checkpoints.latest()
-    if newest is not None and not config.checkpoint.resume:
-        raise ValueError(
-            f"run_dir={config.run_dir} holds checkpoints up to step {newest} and checkpoint.resume=false would write "
-            "over them: choose another run_dir, or checkpoint.resume=true"
-        )
-    return newest or 0
 
 
 def _start(
@@ -141,20 +127,6 @@ def _start(
     if critic:
         critic.restore(arrays)
     return TrainState(**{name: arrays[name] for name in abstract})
-
-
-def _write_config(config: Config, run_dir: Path) -> None:
-    """The resolved config; where a resumed run changes it, say what."""
-    path, text = run_dir / "config.yaml", recipes.dump(config)
-    before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
-    changed = sorted(set(text.splitlines()) - set(before.splitlines()))
-    if changed:
-        log.warning("%s changes: %s", path, "; ".join(line.strip() for line in changed))
-    path.write_text(text, encoding="utf-8")
-
-
-def _due(step: int, every: int, steps: int) -> bool:
-    return step == steps or bool(every and step % every == 0)
 
 
 def _note(progress: Progress, metrics: Metrics) -> Metrics:

@@ -30,7 +30,7 @@ def last_step(checkpoints: Checkpointer, config: Config | OfflineConfig) -> int:
 def write_config(config: Config | OfflineConfig, run_dir: Path) -> None:
     """The resolved config; where a resumed run changes it, say what."""
     path, text = run_dir / "config.yaml", recipes.dump(config)
-    before = path.read_text(encoding="utf-8") if path.exists() else text
+    before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
     changed = sorted(set(text.splitlines()) - set(before.splitlines()))
     if changed:
         log.warning("%s changes: %s", path, "; ".join(line.strip() for line in changed))
