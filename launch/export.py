@@ -24,7 +24,7 @@ def export(run_dir: str | Path, to: str | Path) -> None:
     """Write the weights of the newest complete checkpoint, in the dtype they are kept in, with config and tokenizer.
 
     Works on the host's memory, so the run may still be going on its accelerators.
-    Raises: ValueError for a folder that is no run, a run without a checkpoint, and as `save_params`.
+    Raises: ValueError for a folder that is no run, one of a reward model or without checkpoint, and as `save_params`.
     """
     jax.config.update("jax_platforms", "cpu")
     run_dir = Path(run_dir)
@@ -32,6 +32,11 @@ def export(run_dir: str | Path, to: str | Path) -> None:
         raise ValueError(f"{run_dir} is not the folder of a run: it has no config.yaml; give the recipe's run_dir")
     check_free(Path(to))
     config = recipes.load(run_dir / "config.yaml")
+    if config.algorithm.kind == "reward_model":
+        raise ValueError(
+            f"{run_dir} trained a reward model, whose scalar head no Hugging Face language model has: export a run of "
+            "another algorithm.kind"
+        )
     if not (run_dir / "checkpoints").is_dir():
         raise ValueError(
             f"{run_dir} has no checkpoints yet: a run writes one every checkpoint.every steps and at its end"

@@ -1,6 +1,7 @@
 """A run's newest checkpoint as a Hugging Face folder."""
 
 import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -94,3 +95,11 @@ def test_export_into_a_folder_in_use_is_refused(tmp_path):
     a_run(tmp_path / "run", RANDOM)
     with pytest.raises(ValueError, match="run already exists and is not an empty folder"):
         export(tmp_path / "run", tmp_path / "run")
+
+
+def test_a_reward_model_is_not_taken_for_a_language_model(tmp_path):
+    recipe = recipes.dump(recipes.load(Path(__file__).parents[2] / "configs" / "tiny" / "reward_model.yaml"))
+    (tmp_path / "config.yaml").write_text(recipe)
+    with pytest.raises(ValueError, match="trained a reward model"):
+        export(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
