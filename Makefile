@@ -12,7 +12,7 @@ quickstart: .venv/run.stamp
 
 test: .venv/test.stamp lint
 	$(BIN)/python -m launch fetch smollm2-135m
-	$(BIN)/python -m pytest -q --durations=15
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=15
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .
