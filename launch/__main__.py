@@ -46,13 +46,13 @@ def _train(words: Sequence[str]) -> None:
 
     enable()
     if isinstance(config, OfflineConfig):
-        from jaxrl_post.loops import offline
+        from jaxrl_post.loops.offline import run as run_offline
 
-        offline.run(config)
+        run_offline(config)
     else:
-        from jaxrl_post.loops import online
+        from jaxrl_post.loops.online import run
 
-        online.run(config)
+        run(config)
 
 
 def _fetch(words: Sequence[str]) -> None:
