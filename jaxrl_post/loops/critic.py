@@ -26,7 +26,7 @@ from jaxrl_post.observe.progress import Phases
 from jaxrl_post.training.critic import make_critic_update, make_values, token_values
 from jaxrl_post.training.optimizer import make_optimizer
 from jaxrl_post.training.packing import pack
-from jaxrl_post.training.state import TrainState, abstract_state, init_state, state_shardings
+from jaxrl_post.training.state import TrainState, init_state, restorable_state, state_shardings
 from jaxrl_post.training.update import batch_shardings
 from jaxrl_post.types import TrainBatch, Trajectory
 from sharding.placement import Tree, place, reshard
@@ -87,11 +87,7 @@ class Critic:
 
     def abstract_arrays(self) -> Tree:
         """Shapes, dtypes and shardings of `arrays`."""
-        abstract = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            abstract_state(self._abstract_params, self._optimizer),
-            self._shardings,
-        )
+        abstract = restorable_state(self._abstract_params, self._optimizer, self._shardings)
         return {"critic": abstract._asdict()}
 
     def restore(self, arrays: Tree) -> None:

@@ -80,12 +80,9 @@ def build(config: Config) -> Job:
     reward.check_rows([prompt.row for prompt in (*train_prompts, *held_out)])
     model = model_config(config, folder, tokenizer.vocab_size)
     _check_positions(config, model)
-    sizes = resolve_sizes(
-        {axis: getattr(config.mesh, axis) for axis in AXES}, jax.device_count(), config.mesh.allow_unused_devices
-    )
     graphdef, abstract_params, axes = abstract(model)
     job = Job(
-        config, folder, model, graphdef, abstract_params, axes, make_mesh(sizes), tokenizer, reward, train_prompts,
+        config, folder, model, graphdef, abstract_params, axes, mesh_of(config), tokenizer, reward, train_prompts,
         held_out, task.name,
     )  # fmt: skip
     _check_vocabulary(job)
@@ -93,6 +90,12 @@ def build(config: Config) -> Job:
     if folder is not None:
         open_checked(folder, model)
     return job
+
+
+def mesh_of(config: Config | OfflineConfig) -> Mesh:
+    """The mesh a recipe asks for. Raises: ValueError as `resolve_sizes`."""
+    asked = {axis: getattr(config.mesh, axis) for axis in AXES}
+    return make_mesh(resolve_sizes(asked, jax.device_count(), config.mesh.allow_unused_devices))
 
 
 def model_config(config: Config | OfflineConfig, folder: Path | None, vocab_size: int) -> ModelConfig:
@@ -124,11 +127,15 @@ def random_config(random: RandomModel, vocab_size: int) -> ModelConfig:
 
 def initial_params(job: Job) -> Params:
     """The weights a run starts from, in the training layout: read from the model's folder or drawn from the seed."""
-    shardings = job.shardings("train")
-    if job.folder is not None:
-        return load_params(job.folder, job.model, shardings)
-    draw = jax.jit(lambda key: split(Decoder(job.model, key))[1], out_shardings=shardings)
-    return draw(jax.random.key(job.config.seed))
+    return decoder_params(job.folder, job.model, job.config.seed, job.shardings("train"))
+
+
+def decoder_params(folder: Path | None, model: ModelConfig, seed: int, shardings: Tree) -> Params:
+    """A decoder's first weights on `shardings`: those of the folder, or for None drawn from the seed."""
+    if folder is not None:
+        return load_params(folder, model, shardings)
+    draw = jax.jit(lambda key: split(Decoder(model, key))[1], out_shardings=shardings)
+    return draw(jax.random.key(seed))
 
 
 def rollout_params(job: Job, params: Params) -> Params:

@@ -18,7 +18,7 @@ from jaxrl_post.observe.progress import Phases
 from jaxrl_post.training.loss import policy_loss
 from jaxrl_post.training.optimizer import make_optimizer
 from jaxrl_post.training.packing import PackShape, pack, pack_shape
-from jaxrl_post.training.state import TrainState, abstract_state, init_state, state_shardings
+from jaxrl_post.training.state import TrainState, init_state, restorable_state, state_shardings
 from jaxrl_post.training.surrogate import sampler_metrics
 from jaxrl_post.training.update import batch_shardings, make_score, make_update
 from jaxrl_post.types import TrainBatch, Trajectory
@@ -77,11 +77,7 @@ class Learner:
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state: what to restore a checkpoint into."""
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            abstract_state(self._job.abstract_params, self._optimizer),
-            self._shardings,
-        )
+        return restorable_state(self._job.abstract_params, self._optimizer, self._shardings)
 
     def learn(
         self, state: TrainState, trajectories: Sequence[Trajectory], phases: Phases

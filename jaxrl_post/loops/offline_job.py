@@ -16,14 +16,12 @@ from jax.sharding import Mesh
 from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.data.preferences import Report, load_examples
 from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl_post.loops.job import model_config
+from jaxrl_post.loops.job import decoder_params, mesh_of, model_config
 from jaxrl_post.models import scalar_head
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.decoder import Decoder, Params, abstract, split
-from jaxrl_post.models.huggingface import load_params
+from jaxrl_post.models.decoder import Params, abstract
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.types_offline import Example
-from sharding.mesh import AXES, make_mesh, resolve_sizes
 from sharding.placement import Tree, tree_shardings
 from sharding.rules import TRAIN
 
@@ -89,15 +87,12 @@ def build(config: OfflineConfig) -> OfflineJob:
 def build_network(config: OfflineConfig, folder: Path | None, tokenizer: Tokenizer) -> Network:
     """The model of a recipe on the mesh it asks for. Raises: ValueError for sizes that do not divide."""
     model = model_config(config, folder, tokenizer.vocab_size)
-    sizes = resolve_sizes(
-        {axis: getattr(config.mesh, axis) for axis in AXES}, jax.device_count(), config.mesh.allow_unused_devices
-    )
     graphdef, params, axes = abstract(model)
     has_head = config.algorithm.kind == "reward_model"
     if has_head:
         params = {"decoder": params, "head": scalar_head.abstract_head(model)}
         axes = {"decoder": axes, "head": scalar_head.AXES}
-    network = Network(folder, model, graphdef, params, axes, make_mesh(sizes), has_head)
+    network = Network(folder, model, graphdef, params, axes, mesh_of(config), has_head)
     network.shardings()
     return network
 
@@ -107,11 +102,7 @@ def initial_params(network: Network, seed: int) -> Params:
     always drawn."""
     shardings = network.shardings()
     decoder_shardings = shardings["decoder"] if network.has_head else shardings
-    if network.folder is not None:
-        decoder = load_params(network.folder, network.model, decoder_shardings)
-    else:
-        draw = jax.jit(lambda key: split(Decoder(network.model, key))[1], out_shardings=decoder_shardings)
-        decoder = draw(jax.random.key(seed))
+    decoder = decoder_params(network.folder, network.model, seed, decoder_shardings)
     if not network.has_head:
         return decoder
     draw_head = jax.jit(lambda key: scalar_head.init_head(network.model, key), out_shardings=shardings["head"])

@@ -22,7 +22,7 @@ from jaxrl_post.training.offline_packing import ExampleShape, example_shape, exa
 from jaxrl_post.training.offline_update import language_model, make_forward, make_offline_update, reward_model
 from jaxrl_post.training.optimizer import make_optimizer
 from jaxrl_post.training.preference_loss import needs_reference, needs_shift, offline_loss, reward_scale
-from jaxrl_post.training.state import TrainState, abstract_state, init_state, state_shardings
+from jaxrl_post.training.state import TrainState, init_state, restorable_state, state_shardings
 from jaxrl_post.types_offline import Example, OfflineBatch
 from sharding.mesh import batch_shards
 from sharding.placement import place, reshard
@@ -74,11 +74,7 @@ class OfflineLearner:
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state: what to restore a checkpoint into."""
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            abstract_state(self._job.network.abstract_params, self._optimizer),
-            self._shardings,
-        )
+        return restorable_state(self._job.network.abstract_params, self._optimizer, self._shardings)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the arrays, for JSON."""

@@ -24,7 +24,7 @@ from jaxrl_post.objectives.values import value_loss
 from jaxrl_post.training.loss import Scalars, Tally
 from jaxrl_post.training.optimizer import Optimizer
 from jaxrl_post.training.state import TrainState
-from jaxrl_post.training.update import Score, Update, accumulate, apply_gradients, micro, row_placement
+from jaxrl_post.training.update import Score, Update, accumulate, apply_gradients, micro, placed_gradient, row_placement
 from jaxrl_post.types import TrainBatch
 
 Tree = Any
@@ -76,10 +76,7 @@ def make_critic_update(
         loss = weighted_sum(term_BM, rows.mask, rows.weight)
         return loss, _tally(loss, {"critic/vf_clipfrac": stats["clipped"], "critic/vpred_mean": value_BM}, rows.mask)
 
-    def gradient(params: Tree, rows: TrainBatch) -> tuple[Tree, Tally]:
-        grads, tally = jax.grad(micro_loss, has_aux=True)(params, rows)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        return lax.with_sharding_constraint(grads, shardings.params), tally
+    gradient = placed_gradient(micro_loss, shardings.params)
 
     def update(state: TrainState, batch: TrainBatch, n_micro: jax.Array) -> tuple[TrainState, Scalars]:
         grads, tally = accumulate(gradient, state.params, batch, n_micro)

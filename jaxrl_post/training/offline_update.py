@@ -19,7 +19,7 @@ from jaxrl_post.training.logprobs import token_logprobs
 from jaxrl_post.training.optimizer import Optimizer
 from jaxrl_post.training.preference_loss import OfflineLoss, Scalars
 from jaxrl_post.training.state import TrainState
-from jaxrl_post.training.update import apply_gradients, row_placement
+from jaxrl_post.training.update import apply_gradients, micro, placed_gradient, row_placement
 from jaxrl_post.types_offline import OfflineBatch
 
 Tree = Any
@@ -85,10 +85,7 @@ def make_offline_update(
     def micro_loss(params: Tree, micro: OfflineBatch, constant: jax.Array) -> tuple[jax.Array, Scalars]:
         return loss(forward(params, micro), micro, constant)
 
-    def gradient(params: Tree, micro: OfflineBatch, constant: jax.Array) -> tuple[Tree, Scalars]:
-        grads, metrics = jax.grad(micro_loss, has_aux=True)(params, micro, constant)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        return lax.with_sharding_constraint(grads, shardings.params), metrics
+    gradient = placed_gradient(micro_loss, shardings.params)
 
     def update(
         state: TrainState, batch: OfflineBatch, constant: jax.Array, n_micro: jax.Array
@@ -128,8 +125,3 @@ def make_forward(
         in_shardings=(params_shardings, batch_shardings, everywhere),
         out_shardings=batch_shardings.rows.old_logp,
     )
-
-
-def micro(batch: OfflineBatch, i: jax.Array | int) -> OfflineBatch:
-    """Micro-batch `i`."""
-    return jax.tree.map(lambda field: lax.dynamic_index_in_dim(field, i, axis=0, keepdims=False), batch)

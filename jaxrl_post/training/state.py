@@ -40,6 +40,15 @@ def abstract_state(params: Tree, optimizer: Optimizer) -> TrainState:
     return TrainState(shapes, jax.eval_shape(_init_moments(optimizer), shapes), jax.ShapeDtypeStruct((), jnp.int32))
 
 
+def restorable_state(params: Tree, optimizer: Optimizer, shardings: TrainState) -> TrainState:
+    """`abstract_state` with each array's sharding on it: what to restore a checkpoint into."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        abstract_state(params, optimizer),
+        shardings,
+    )
+
+
 def state_shardings(params: Tree, axes: Tree, optimizer: Optimizer, mesh: Mesh, rules: Rules = TRAIN) -> TrainState:
     """A `NamedSharding` for each array of `abstract_state`: moments as their parameter, counters on every device.
 

@@ -57,10 +57,7 @@ def make_update(
         logp_BM, entropy_BM = _logprobs(graphdef, params, micro, temperature, chunk, place, entropy_gradient)
         return token_loss(logp_BM, entropy_BM, micro)
 
-    def gradient(params: Tree, micro: TrainBatch) -> tuple[Tree, Tally]:
-        grads, tally = jax.grad(micro_loss, has_aux=True)(params, micro)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        return lax.with_sharding_constraint(grads, shardings.params), tally
+    gradient = placed_gradient(micro_loss, shardings.params)
 
     def update(state: TrainState, batch: TrainBatch, n_micro: jax.Array) -> tuple[TrainState, Scalars]:
         grads, tally = accumulate(gradient, state.params, batch, n_micro)
@@ -136,9 +133,20 @@ def apply_gradients(
     return TrainState(keep(params, state.params), keep(opt_state, state.opt_state), state.step + 1), metrics
 
 
-def micro(batch: TrainBatch, i: jax.Array) -> TrainBatch:
-    """Micro-batch `i`."""
-    return TrainBatch(*(lax.dynamic_index_in_dim(field, i, axis=0, keepdims=False) for field in batch))
+def placed_gradient(loss: Callable[..., tuple[jax.Array, Any]], shardings: Tree) -> Callable[..., tuple[Tree, Any]]:
+    """From `loss(params, ...) -> (loss, tally)` to `(gradients, tally)`: float32, each cut like its parameter."""
+
+    def gradient(params: Tree, *arguments: Any) -> tuple[Tree, Any]:
+        grads, tally = jax.grad(loss, has_aux=True)(params, *arguments)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return lax.with_sharding_constraint(grads, shardings), tally
+
+    return gradient
+
+
+def micro(batch: Tree, i: jax.Array | int) -> Tree:
+    """Micro-batch `i` of a batch whose arrays all have a leading A."""
+    return jax.tree.map(lambda field: lax.dynamic_index_in_dim(field, i, axis=0, keepdims=False), batch)
 
 
 def _logprobs(
