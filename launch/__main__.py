@@ -1,4 +1,4 @@
-"""`python -m launch`: train from a recipe, fetch a model, export a run.
+"""`python -m launch`: train from a recipe, fetch a model, export a run, make training data of a run's samples.
 
 Nothing here imports jax: a misspelt key or a call for help is answered at once. Exit codes: 0 done, 2 something in the
 command or the recipe is wrong (one line on standard error says what), 130 interrupted.
@@ -77,7 +77,22 @@ def _export(words: Sequence[str]) -> None:
     export(arguments.run_dir, arguments.to)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"fetch": _fetch, "export": _export}
+def _pairs(words: Sequence[str]) -> None:
+    parser = _Parser(
+        prog="python -m launch pairs",
+        description="Turn a run's graded samples into preferences.jsonl (right against wrong answers) and right.jsonl.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run_dir of an online recipe that was run")
+    parser.add_argument("--to", metavar="DIR", required=True, help="the folder to write")
+    parser.add_argument("--threshold", type=float, default=1.0, help="reward from which on an answer is right (1.0)")
+    parser.add_argument("--per-question", type=int, default=8, help="most rows for each question and file (8)")
+    arguments = parser.parse_args(words)
+    from launch.pairs import pairs
+
+    pairs(arguments.run_dir, arguments.to, arguments.threshold, arguments.per_question)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"fetch": _fetch, "export": _export, "pairs": _pairs}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -90,9 +105,11 @@ class _Parser(argparse.ArgumentParser):
 def _train_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="python -m launch",
-        usage=f"{TRAIN_USAGE}\n       python -m launch fetch NAME\n       python -m launch export RUN_DIR --to DIR",
+        usage=f"{TRAIN_USAGE}\n       python -m launch fetch NAME\n       python -m launch export RUN_DIR --to DIR\n       "
+        "python -m launch pairs RUN_DIR --to DIR",
         description="Train from a recipe. An override sets one key of it: optimizer.learning_rate=2e-6.",
-        epilog="fetch puts a named model in the local cache; export writes a run as a Hugging Face folder.",
+        epilog="fetch puts a named model in the local cache; export writes a run as a Hugging Face folder; pairs makes "
+        "preference data of its samples.",
     )
     parser.add_argument("config", metavar="CONFIG", help="a YAML recipe, such as configs/quickstart.yaml")
     parser.add_argument(
