@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxrl_post import recipes
 from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.data.tokenizer import load_tokenizer
-from jaxrl_post.loops.job import model_config
+from jaxrl_post.loops.network import model_config
 from jaxrl_post.models.decoder import abstract
 from jaxrl_post.models.folders import check_free
 from jaxrl_post.models.huggingface_export import save_params

@@ -9,23 +9,21 @@ import dataclasses
 import logging
 from pathlib import Path
 
-import jax
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrl_post import rewards
-from jaxrl_post.config import Config, RandomModel
-from jaxrl_post.config_offline import OfflineConfig
+from jaxrl_post.config import Config
 from jaxrl_post.data.prompts import prepare
 from jaxrl_post.data.tasks import load_task
 from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl_post.loops.network import decoder_params, mesh_of, model_config
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.decoder import Decoder, Params, abstract, split
-from jaxrl_post.models.huggingface import load_params, open_checked, read_config
+from jaxrl_post.models.decoder import Params, abstract
+from jaxrl_post.models.huggingface import open_checked
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.rewards.reward import Reward
 from jaxrl_post.types import Prompt
-from sharding.mesh import AXES, make_mesh, resolve_sizes
 from sharding.placement import Tree, reshard, tree_shardings
 from sharding.rules import ROLLOUT, TRAIN
 
@@ -92,50 +90,9 @@ def build(config: Config) -> Job:
     return job
 
 
-def mesh_of(config: Config | OfflineConfig) -> Mesh:
-    """The mesh a recipe asks for. Raises: ValueError as `resolve_sizes`."""
-    asked = {axis: getattr(config.mesh, axis) for axis in AXES}
-    return make_mesh(resolve_sizes(asked, jax.device_count(), config.mesh.allow_unused_devices))
-
-
-def model_config(config: Config | OfflineConfig, folder: Path | None, vocab_size: int) -> ModelConfig:
-    """The decoder's shape from its folder or `model.random`, with this run's dtypes and remat policy."""
-    dtype = config.model.dtype
-    if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    shape = (
-        read_config(folder) if folder is not None else random_config(config.model.random or RandomModel(), vocab_size)
-    )
-    return dataclasses.replace(shape, dtype=dtype, param_dtype=config.model.param_dtype, remat=config.model.remat)
-
-
-def random_config(random: RandomModel, vocab_size: int) -> ModelConfig:
-    return ModelConfig(
-        family=random.family,
-        vocab_size=vocab_size,
-        hidden_size=random.hidden_size,
-        intermediate_size=random.intermediate_size,
-        layers=random.layers,
-        heads=random.heads,
-        kv_heads=random.kv_heads,
-        head_dim=random.head_dim,
-        tie_embeddings=random.tie_embeddings,
-        initializer_range=random.initializer_range,
-        max_positions=8192,
-    )
-
-
 def initial_params(job: Job) -> Params:
     """The weights a run starts from, in the training layout: read from the model's folder or drawn from the seed."""
     return decoder_params(job.folder, job.model, job.config.seed, job.shardings("train"))
-
-
-def decoder_params(folder: Path | None, model: ModelConfig, seed: int, shardings: Tree) -> Params:
-    """A decoder's first weights on `shardings`: those of the folder, or for None drawn from the seed."""
-    if folder is not None:
-        return load_params(folder, model, shardings)
-    draw = jax.jit(lambda key: split(Decoder(model, key))[1], out_shardings=shardings)
-    return draw(jax.random.key(seed))
 
 
 def rollout_params(job: Job, params: Params) -> Params:

@@ -7,44 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from pathlib import Path
 
 import jax
-from flax import nnx
-from jax.sharding import Mesh
 
 from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.data.preferences import Report, load_examples
 from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl_post.loops.job import decoder_params, mesh_of, model_config
+from jaxrl_post.loops.network import Network, build_network, decoder_params
 from jaxrl_post.models import scalar_head
-from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.decoder import Params, abstract
+from jaxrl_post.models.decoder import Params
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.types_offline import Example
-from sharding.placement import Tree, tree_shardings
-from sharding.rules import TRAIN
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Network:
-    """A decoder, for a reward model with its head, on a mesh: shapes and layouts, no weights.
-
-    `folder` is that of the model's files, None for a random model. With a head, parameters are {"decoder", "head"}.
-    """
-
-    folder: Path | None
-    model: ModelConfig
-    graphdef: nnx.GraphDef
-    abstract_params: Params
-    axes: Tree
-    mesh: Mesh
-    has_head: bool
-
-    def shardings(self) -> Tree:
-        return tree_shardings(self.axes, self.abstract_params, TRAIN, self.mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,19 +57,6 @@ def build(config: OfflineConfig) -> OfflineJob:
             f"{folder}: its tokenizer gives id {highest}, outside the model's vocabulary of {network.model.vocab_size}"
         )
     return OfflineJob(config, network, tokenizer, examples, report)
-
-
-def build_network(config: OfflineConfig, folder: Path | None, tokenizer: Tokenizer) -> Network:
-    """The model of a recipe on the mesh it asks for. Raises: ValueError for sizes that do not divide."""
-    model = model_config(config, folder, tokenizer.vocab_size)
-    graphdef, params, axes = abstract(model)
-    has_head = config.algorithm.kind == "reward_model"
-    if has_head:
-        params = {"decoder": params, "head": scalar_head.abstract_head(model)}
-        axes = {"decoder": axes, "head": scalar_head.AXES}
-    network = Network(folder, model, graphdef, params, axes, mesh_of(config), has_head)
-    network.shardings()
-    return network
 
 
 def initial_params(network: Network, seed: int) -> Params:

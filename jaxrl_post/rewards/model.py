@@ -15,7 +15,7 @@ from jaxrl_post import recipes
 from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl_post.loops.offline_job import build_network
+from jaxrl_post.loops.network import build_network
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.training.offline_packing import example_shape, example_shardings, pack_examples

@@ -1,0 +1,94 @@
+"""A recipe's decoder on its mesh: shapes and layouts first, weights when asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxrl_post.config import Config, RandomModel
+from jaxrl_post.config_offline import OfflineConfig
+from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.models import scalar_head
+from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.decoder import Decoder, Params, abstract, split
+from jaxrl_post.models.huggingface import load_params, read_config
+from sharding.mesh import AXES, make_mesh, resolve_sizes
+from sharding.placement import Tree, tree_shardings
+from sharding.rules import TRAIN
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A decoder, for a reward model with its head, on a mesh: shapes and layouts, no weights.
+
+    `folder` is that of the model's files, None for a random model. With a head, parameters are {"decoder", "head"}.
+    """
+
+    folder: Path | None
+    model: ModelConfig
+    graphdef: nnx.GraphDef
+    abstract_params: Params
+    axes: Tree
+    mesh: Mesh
+    has_head: bool
+
+    def shardings(self) -> Tree:
+        return tree_shardings(self.axes, self.abstract_params, TRAIN, self.mesh)
+
+
+def build_network(config: OfflineConfig, folder: Path | None, tokenizer: Tokenizer) -> Network:
+    """The model of a recipe on the mesh it asks for. Raises: ValueError for sizes that do not divide."""
+    model = model_config(config, folder, tokenizer.vocab_size)
+    graphdef, params, axes = abstract(model)
+    has_head = config.algorithm.kind == "reward_model"
+    if has_head:
+        params = {"decoder": params, "head": scalar_head.abstract_head(model)}
+        axes = {"decoder": axes, "head": scalar_head.AXES}
+    network = Network(folder, model, graphdef, params, axes, mesh_of(config), has_head)
+    network.shardings()
+    return network
+
+
+def mesh_of(config: Config | OfflineConfig) -> Mesh:
+    """The mesh a recipe asks for. Raises: ValueError as `resolve_sizes`."""
+    asked = {axis: getattr(config.mesh, axis) for axis in AXES}
+    return make_mesh(resolve_sizes(asked, jax.device_count(), config.mesh.allow_unused_devices))
+
+
+def model_config(config: Config | OfflineConfig, folder: Path | None, vocab_size: int) -> ModelConfig:
+    """The decoder's shape from its folder or `model.random`, with this run's dtypes and remat policy."""
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    shape = (
+        read_config(folder) if folder is not None else random_config(config.model.random or RandomModel(), vocab_size)
+    )
+    return dataclasses.replace(shape, dtype=dtype, param_dtype=config.model.param_dtype, remat=config.model.remat)
+
+
+def random_config(random: RandomModel, vocab_size: int) -> ModelConfig:
+    return ModelConfig(
+        family=random.family,
+        vocab_size=vocab_size,
+        hidden_size=random.hidden_size,
+        intermediate_size=random.intermediate_size,
+        layers=random.layers,
+        heads=random.heads,
+        kv_heads=random.kv_heads,
+        head_dim=random.head_dim,
+        tie_embeddings=random.tie_embeddings,
+        initializer_range=random.initializer_range,
+        max_positions=8192,
+    )
+
+
+def decoder_params(folder: Path | None, model: ModelConfig, seed: int, shardings: Tree) -> Params:
+    """A decoder's first weights on `shardings`: those of the folder, or for None drawn from the seed."""
+    if folder is not None:
+        return load_params(folder, model, shardings)
+    draw = jax.jit(lambda key: split(Decoder(model, key))[1], out_shardings=shardings)
+    return draw(jax.random.key(seed))
