@@ -139,7 +139,20 @@ class FunctionReward(Section):
 
 
 Reward = Annotated[
-    LastNumberReward | ExactMatchReward | ReasoningGymReward | FunctionReward,
+class ModelReward(Section):
+    """The score of a reward model, as trained by a recipe of `algorithm.kind: reward_model`, on the run's own mesh.
+
+    It reads the sampled token ids, so its tokenizer must be the policy's.
+    """
+
+    kind: Literal["model"]
+    run_dir: str
+    """The run_dir of the recipe that trained it; its newest checkpoint is taken."""
+    tokens_per_batch: PositiveInt = 4096
+    """Token positions a device holds in one forward pass."""
+
+
+    LastNumberReward | ExactMatchReward | ReasoningGymReward | FunctionReward | ModelReward,
     Field(discriminator="kind"),
     default_kind("last_number"),
 ]
@@ -225,6 +238,8 @@ class Config(Section):
                 f"reward.kind=reasoning_gym scores rows of data.task.kind=reasoning_gym, not {self.data.task.kind}"
             )
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        if isinstance(self.reward, ModelReward) and self.reward.run_dir == self.run_dir:
+            raise ValueError(f"reward.run_dir={self.run_dir} is this run's own run_dir: give the policy another folder")
         if self.training.row_length is not None and self.training.row_length < longest:
             raise ValueError(
                 f"training.row_length={self.training.row_length} is shorter than data.max_prompt_tokens + "

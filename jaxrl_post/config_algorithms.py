@@ -202,6 +202,11 @@ class Clipped(PolicyMethod):
     clip_high: NonNegative = 0.2
     dual_clip: float | None = Field(default=None, gt=1)
     """Bound the loss of tokens with A < 0 by −A · this (3 is usual); null does not."""
+    @property
+    def compares_heads(self) -> bool:
+        """Whether the advantage looks at each part of a weighted reward, and not at their sum."""
+        return False
+
 
 
 class GRPO(Clipped):

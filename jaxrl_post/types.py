@@ -58,6 +58,15 @@ class Trajectory:
     """
 
     group: int
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """What a reward looks at: a completion of `prompt` as text without special tokens, and as its sampled ids [n]."""
+
+    prompt: Prompt
+    text: str
+    ids: np.ndarray
+
+
     prompt_ids: tuple[int, ...]
     response_ids: np.ndarray
     logp: np.ndarray

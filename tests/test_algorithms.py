@@ -22,6 +22,7 @@ from jaxrl_post.loops.learner import by_number
 from jaxrl_post.loops.online import run
 from jaxrl_post.observe.metrics import read_metrics
 from jaxrl_post.observe.progress import Phases
+from jaxrl_post.rewards import Scores
 from jaxrl_post.rollout.sampler import Rollout
 from jaxrl_post.training.logprobs import target_stats
 from jaxrl_post.training.loss import policy_loss, summarize
@@ -59,11 +60,15 @@ def credit_of(config, old=None, reference=None):
         config=config,
         prompt_width=8,
         tokenizer=SimpleNamespace(decode=lambda ids: ""),
-        reward=lambda prompts, texts: [GREEDY[prompt.row["group"]] for prompt in prompts],
+        reward=lambda responses: scores(np.array([GREEDY[r.prompt.row["group"]] for r in responses])),
     )
     sampler = SimpleNamespace(generate=lambda params, ids, options, **_: greedy)
     learner = SimpleNamespace(old_and_reference=lambda state, trajectories, phases: (old, reference))
     return Credit(job, sampler, learner)
+
+
+def scores(rewards):
+    return Scores(rewards, rewards[:, None])
 
 
 def samples(has_signal=(True, True, True)):
@@ -72,7 +77,7 @@ def samples(has_signal=(True, True, True)):
         Completion(int(g), np.arange(n, dtype=np.int32), old, old, StopReason.LENGTH if n == LIMIT else StopReason.STOP)
         for g, n, old in zip(GROUPS, LENGTHS, OLD, strict=True)
     ]
-    return Samples(prompts, Rollout(completions, (1,), (1,)), [""] * N, REWARDS, np.array(has_signal))
+    return Samples(prompts, Rollout(completions, (1,), (1,)), [""] * N, scores(REWARDS), np.array(has_signal))
 
 
 def packed(trajectories, algorithm, values):

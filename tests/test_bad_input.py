@@ -12,12 +12,14 @@ import pytest
 from models.tiny_models import BASE, draw
 from safetensors.numpy import load_file, save_file
 
-from jaxrl_post import config, recipes, rewards
+from jaxrl_post import recipes
 from jaxrl_post.data import chat_template
 from jaxrl_post.loops.job import build
 from jaxrl_post.models.huggingface_export import save_params
 from jaxrl_post.observe.metrics import MetricsWriter
-from jaxrl_post.types import Prompt
+from jaxrl_post.rewards.function import load_function
+from jaxrl_post.rewards.grader import Grader, by_text
+from jaxrl_post.types import Prompt, Response
 from launch.__main__ import main
 from launch.byte_tokenizer import write_byte_tokenizer
 
@@ -212,9 +214,9 @@ def test_a_reward_module_that_ends_on_import(refused, user_module, source, parts
 @pytest.mark.parametrize("error", ["ValueError", "SystemExit"])
 def test_a_reward_that_fails_is_told_in_one_line(user_module, error):
     name = user_module(f"def f(prompts, completions, rows):\n    raise {error}('one\\ntwo')")
-    reward = rewards.build(config.FunctionReward(kind="function", function=f"{name}:f"))
+    reward = Grader(f"{name}:f", by_text(load_function(f"{name}:f")))
     with pytest.raises(ValueError, match=rf"^reward {name}:f failed .* 1: {error}: one two \({name}\.py:2\)$"):
-        reward([Prompt((1,), "a", {})], ["b"])
+        reward([Response(Prompt((1,), "a", {}), "b", np.array([2]))])
 
 
 @pytest.mark.parametrize("place", ["", "/run"])

@@ -126,8 +126,8 @@ class Credit:
         with phases("gen"):
             rollout = sample_greedily(self._job, self._sampler, params, samples.prompts)
         with phases("reward"):
-            _, rewards_P = grade(self._job, samples.prompts, rollout)
-        return np.repeat(np.float32(rewards_P), len(samples.texts) // len(samples.prompts))
+            _, scores = grade(self._job, samples.prompts, rollout)
+        return np.repeat(np.float32(scores.total_N), len(samples.texts) // len(samples.prompts))
 
     def _kl_penalty(
         self, trajectories: Sequence[Trajectory], state: TrainState, phases: Phases

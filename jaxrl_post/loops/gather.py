@@ -1,6 +1,7 @@
 """A step's samples: prompts from the stream, completions, rewards; and dynamic sampling, which refills a step.
 
-P prompts a step, G samples each, N = P·G. Records hold whole groups, G samples for each prompt, in prompt order.
+P prompts a step, G samples each, N = P·G; K heads of a weighted reward, else 1. Records hold whole groups, G samples
+for each prompt, in prompt order.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from jaxrl_post.loops.job import Job
 from jaxrl_post.loops.measures import Metrics
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.observe.progress import Phases
+from jaxrl_post.rewards.reward import Scores
 from jaxrl_post.rollout.sampler import Rollout, SampleOptions, Sampler
-from jaxrl_post.types import Completion, Prompt, StopReason
+from jaxrl_post.types import Completion, Prompt, Response, StopReason
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ SEED_STRIDE = 0x9E3779B9  # golden ratio of 2**32: seeds of a step's further att
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Graded groups: `texts` [N] and `rewards_N` float64 follow `rollout.completions`.
+    """Graded groups: `texts` [N] and `scores` follow `rollout.completions`.
 
     `has_signal_P` False marks a group that only fills the step up and is not trained on.
     """
@@ -36,8 +38,13 @@ class Samples:
     prompts: list[Prompt]
     rollout: Rollout
     texts: list[str]
-    rewards_N: np.ndarray
+    scores: Scores
     has_signal_P: np.ndarray
+
+    @property
+    def rewards_N(self) -> np.ndarray:
+        """float64, the totals."""
+        return self.scores.total_N
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,20 +54,24 @@ class Group:
     prompt: Prompt
     completions: list[Completion]
     texts: list[str]
-    rewards: list[float]
+    scores: Scores
 
-    @property
-    def all_equal(self) -> bool:
-        return min(self.rewards) == max(self.rewards)
+    def has_signal(self, weights: Sequence[float], by_heads: bool) -> bool:
+        """Whether totals differ; `by_heads` whether the scores of any head with a weight do, missing ones aside."""
+        if not by_heads:
+            return bool(np.ptp(self.scores.total_N) > 0)
+        counted_GK = self.scores.heads_NK[:, np.array(weights) != 0]
+        return any(np.ptp(head[~np.isnan(head)]) > 0 for head in counted_GK.T if not np.isnan(head).all())
 
 
 class Gather:
     """Draws a step's samples. Without `filter_groups` that is one batch of prompts and all of their groups.
 
-    With it (DAPO, arXiv:2503.14476) groups whose rewards are all equal are dropped and further batches sampled, up to
-    `max_attempts` more, until the step has its P groups. Groups beyond P open the next step, with the log-probs they
-    were sampled with; `state` holds them. When attempts run out the newest dropped groups fill the step, so that its
-    size never changes; they are marked and have no weight.
+    With it (DAPO, arXiv:2503.14476) groups whose rewards are all equal (for a method that compares the heads of a
+    weighted reward, those of every head) are dropped and further batches sampled, up to `max_attempts` more, until the
+    step has its P groups. Groups beyond P open the next step, with the log-probs they were sampled with; `state` holds
+    them. When attempts run out the newest dropped groups fill the step, so that its size never changes; they are marked
+    and have no weight.
     """
 
     def __init__(self, job: Job, sampler: Sampler, stream: PromptStream):
@@ -96,7 +107,8 @@ class Gather:
         self._stream.restore(state["data"])
         saved = [_from_json(group, self._job.train_prompts) for group in state.get("carried", [])]
         size = self._job.config.rollout.samples_per_prompt if self._filter else 0
-        self._carried = [group for group in saved if len(group.rewards) == size]
+        shape = (size, len(self._job.reward.weights))
+        self._carried = [group for group in saved if group.scores.heads_NK.shape == shape]
         if len(self._carried) < len(saved):
             log.warning("dropping %d carried groups: the config changed", len(saved) - len(self._carried))
 
@@ -105,14 +117,14 @@ class Gather:
         with phases("gen"):
             rollout = sample(self._job, self._sampler, params, prompts, step, attempt)
         with phases("reward"):
-            texts, rewards_N = grade(self._job, prompts, rollout)
-        return Samples(prompts, rollout, texts, rewards_N, np.ones(len(prompts), bool))
+            texts, scores = grade(self._job, prompts, rollout)
+        return Samples(prompts, rollout, texts, scores, np.ones(len(prompts), bool))
 
-    @staticmethod
-    def _sorted(kept: list[Group], dropped: list[Group], drawn: Samples) -> tuple[list[Group], list[Group]]:
+    def _sorted(self, kept: list[Group], dropped: list[Group], drawn: Samples) -> tuple[list[Group], list[Group]]:
         """Both lists with the drawn groups at the end of the one they belong to."""
-        groups = _groups(drawn)
-        return [*kept, *(g for g in groups if not g.all_equal)], [*dropped, *(g for g in groups if g.all_equal)]
+        weights, by_heads = self._job.reward.weights, self._job.config.algorithm.compares_heads
+        useful = [(group, group.has_signal(weights, by_heads)) for group in _groups(drawn)]
+        return [*kept, *(g for g, yes in useful if yes)], [*dropped, *(g for g, yes in useful if not yes)]
 
     def _metrics(self, draws: int, evicted: int, filling: int) -> Metrics:
         """Counts of samples, but for the batches drawn."""
@@ -151,17 +163,18 @@ def sample_greedily(job: Job, sampler: Sampler, params: Params, prompts: Sequenc
     return sampler.generate(params, ids, greedy, seed=job.config.seed, step=0, width=job.prompt_width)
 
 
-def grade(job: Job, prompts: Sequence[Prompt], rollout: Rollout) -> tuple[list[str], np.ndarray]:
-    """The completions as text, and a reward for each, float64 [N]."""
-    texts = [job.tokenizer.decode(c.ids) for c in rollout.completions]
-    return texts, np.array(job.reward([prompts[c.prompt] for c in rollout.completions], texts))
+def grade(job: Job, prompts: Sequence[Prompt], rollout: Rollout) -> tuple[list[str], Scores]:
+    """The completions as text, and their scores."""
+    responses = [Response(prompts[c.prompt], job.tokenizer.decode(c.ids), c.ids) for c in rollout.completions]
+    return [response.text for response in responses], job.reward(responses)
 
 
 def _groups(samples: Samples) -> list[Group]:
     G = len(samples.texts) // len(samples.prompts)
     parts = [slice(i * G, (i + 1) * G) for i in range(len(samples.prompts))]
+    completions, texts, scores = samples.rollout.completions, samples.texts, samples.scores
     return [
-        Group(prompt, samples.rollout.completions[part], samples.texts[part], samples.rewards_N[part].tolist())
+        Group(prompt, completions[part], texts[part], Scores(*(x[part] for x in scores)))
         for prompt, part in zip(samples.prompts, parts, strict=True)
     ]
 
@@ -176,17 +189,18 @@ def _assembled(trained: list[Group], fill: list[Group], draws: Sequence[Rollout]
         [group.prompt for group in groups],
         Rollout(completions, steps, refills),
         [text for group in groups for text in group.texts],
-        np.array([reward for group in groups for reward in group.rewards]),
+        Scores(*(np.concatenate(parts) for parts in zip(*(group.scores for group in groups), strict=True))),
         np.arange(len(groups)) < len(trained),
     )
 
 
 def _to_json(group: Group, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """The prompt by its number; a float32 survives JSON exactly."""
+    """The prompt by its number, a missing score as null; a float32 survives JSON exactly."""
     return {
         "prompt": prompts.index(group.prompt),
         "texts": group.texts,
-        "rewards": group.rewards,
+        "rewards": group.scores.total_N.tolist(),
+        "heads": [[None if np.isnan(x) else x for x in row] for row in group.scores.heads_NK.tolist()],
         "completions": [
             {"ids": c.ids.tolist(), "logp": c.logp.tolist(), "raw_logp": c.raw_logp.tolist(), "stop": c.stop.name}
             for c in group.completions
@@ -205,4 +219,5 @@ def _from_json(saved: dict[str, Any], prompts: Sequence[Prompt]) -> Group:
         )
         for c in saved["completions"]
     ]
-    return Group(prompts[saved["prompt"]], completions, saved["texts"], saved["rewards"])
+    scores = Scores(np.array(saved["rewards"], np.float64), np.array(saved["heads"], np.float64))
+    return Group(prompts[saved["prompt"]], completions, saved["texts"], scores)

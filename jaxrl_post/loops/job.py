@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from flax import nnx
@@ -74,8 +75,6 @@ def build(config: Config) -> Job:
         log.warning("%d of %d prompts are over data.max_prompt_tokens and were dropped", report.too_long, report.rows)
     held_out = prepare(task.held_out, tokenizer, config.data, "held-out rows")[0] if task.held_out else []
     held_out = held_out[: config.evaluation.max_prompts]
-    reward = rewards.build(config.reward)
-    reward.check_rows([prompt.row for prompt in (*train_prompts, *held_out)])
     model = model_config(config, folder, tokenizer.vocab_size)
     _check_positions(config, model)
     graphdef, abstract_params, axes = abstract(model)
@@ -89,6 +88,8 @@ def build(config: Config) -> Job:
         open_checked(folder, model)
     return job
 
+    reward = rewards.build(config.reward, _setting(config, tokenizer, model, (*train_prompts, *held_out)))
+    reward.check_rows([prompt.row for prompt in (*train_prompts, *held_out)])
 
 def initial_params(job: Job) -> Params:
     """The weights a run starts from, in the training layout: read from the model's folder or drawn from the seed."""
@@ -104,6 +105,16 @@ def rollout_params(job: Job, params: Params) -> Params:
     if job.shardings("train") == shardings and job.model.param_dtype == dtype:
         return params
     return reshard(params, shardings, dtype)
+def _setting(config: Config, tokenizer: Tokenizer, model: ModelConfig, prompts: Sequence[Prompt]) -> rewards.Setting:
+    return rewards.Setting(
+        mesh=config.mesh,
+        tokenizer=tokenizer,
+        vocab_size=model.vocab_size,
+        max_tokens=max(len(prompt.ids) for prompt in prompts) + config.rollout.max_new_tokens,
+        samples=config.data.prompts_per_step * config.rollout.samples_per_prompt,
+    )
+
+
 
 
 def _check_vocabulary(job: Job) -> None:

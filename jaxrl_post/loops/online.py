@@ -98,8 +98,8 @@ def run(config: Config) -> None:
 def evaluate(job: Job, sampler: Sampler, params: Params) -> Metrics:
     """Mean reward of one greedy completion for each held-out prompt."""
     rollout = sample_greedily(job, sampler, rollout_params(job, params), job.held_out)
-    _, rewards_N = grade(job, job.held_out, rollout)
-    return {f"val-core/{job.task_name}/acc/mean@1": float(rewards_N.mean())}
+    _, scores = grade(job, job.held_out, rollout)
+    return {f"val-core/{job.task_name}/acc/mean@1": float(scores.total_N.mean())}
 
 
 def _start(

@@ -5,6 +5,8 @@ Legend: N answers.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,33 +15,103 @@ import numpy as np
 
 from jaxrl_post import recipes
 from jaxrl_post.checkpoint import Checkpointer
+from jaxrl_post.config import Mesh, ModelReward
 from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_post.loops.network import build_network
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.models.zoo import resolve
+from jaxrl_post.rewards.grader import Grader
 from jaxrl_post.training.offline_packing import example_shape, example_shardings, pack_examples
 from jaxrl_post.training.offline_update import make_forward, reward_model
+from jaxrl_post.types import Response
 from jaxrl_post.types_offline import Answer, Example
 from sharding.mesh import batch_shards
-from sharding.placement import Tree, place
+from sharding.placement import place
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a grader that is a model must know of the run it grades for.
+
+    `vocab_size` is that of the policy's embedding, whose ids may all be sampled; `max_tokens` bounds prompt and
+    response together; `samples` is the number of responses usually graded at once.
+    """
+
+    mesh: Mesh
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_tokens: int
+    samples: int
+
+
+def open_grader(reward: ModelReward, setting: Setting) -> Grader:
+    """The reward model of a recipe, on its run's mesh, without weights yet.
+
+    Raises: ValueError as `RewardModel`, and when the ids of the policy do not mean the same to the reward model.
+    """
+    key = f"reward.run_dir={reward.run_dir}"
+    try:
+        model = RewardModel(
+            reward.run_dir,
+            setting.max_tokens,
+            reward.tokens_per_batch,
+            mesh=setting.mesh,
+            answers_per_call=setting.samples,
+        )
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    _check_ids(model, setting, key)
+
+    def score(responses: Sequence[Response]) -> np.ndarray:
+        return model([r.prompt.ids for r in responses], [r.ids.tolist() for r in responses])
+
+    return Grader("model", score)
+
+
+def _check_ids(model: RewardModel, setting: Setting, key: str) -> None:
+    if setting.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"{key}: its vocabulary of {model.vocab_size} has no place for the policy's of {setting.vocab_size}: train "
+            "the reward model from a model of the policy's family"
+        )
+    ours, theirs = setting.tokenizer, model.tokenizer
+    for i in range(ours.vocab_size):
+        text, other = (tokenizer.decode([i], skip_special=False) for tokenizer in (ours, theirs))
+        if text != other:
+            raise ValueError(
+                f"{key}: token id {i} is {text!r} to the policy and {other!r} to the reward model, which reads the "
+                "policy's ids: train the reward model from a model with the policy's tokenizer"
+            )
 
 
 class RewardModel:
     """Scores of (prompt ids, answer ids), one program for every call.
 
     The answer's ids are as a sampler gives them, end token included; those of other models' tokenizers mean nothing.
-    `tokenizer` is the one the model was trained with.
+    `tokenizer` is the one the model was trained with. Weights are read at the first call, cut as in training.
     """
 
-    def __init__(self, run_dir: str | Path, max_tokens: int, tokens_per_batch: int = 4096):
-        """The newest checkpoint of `run_dir`, on the mesh of its recipe.
+    def __init__(
+        self,
+        run_dir: str | Path,
+        max_tokens: int,
+        tokens_per_batch: int = 4096,
+        *,
+        mesh: Mesh | None = None,
+        answers_per_call: int | None = None,
+    ):
+        """The newest checkpoint of `run_dir`, on `mesh`, or for None on the mesh of its recipe.
 
-        `max_tokens` bounds prompt and answer together. Raises: ValueError for a folder that is no run of a reward
-        model or holds no checkpoint, and for `max_tokens` beyond the model's positions.
+        `max_tokens` bounds prompt and answer together, `tokens_per_batch` the positions a device holds at once (one
+        row at least); `answers_per_call` go to the devices together, in as many such batches as their tokens take.
+        Raises: ValueError for a folder that is no run of a reward model or holds no checkpoint, and for `max_tokens`
+        beyond the model's positions.
         """
-        run_dir = Path(run_dir)
-        config = _config(run_dir)
+        self._run_dir = Path(run_dir)
+        config = _config(self._run_dir)
+        if mesh is not None:
+            config = config.model_copy(update={"mesh": mesh})
         folder = None if config.model.path is None else resolve(config.model.path)
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         self._network = build_network(config, folder, self.tokenizer)
@@ -48,9 +120,10 @@ class RewardModel:
             raise ValueError(
                 f"max_tokens={max_tokens} exceeds the {self._network.model.max_positions} positions of {run_dir}"
             )
+        self._step = _newest_step(self._run_dir)
         shards = batch_shards(self._network.mesh)
         budget = max(tokens_per_batch, max_tokens)
-        self._batch = budget // max_tokens * shards
+        self._batch = answers_per_call or budget // max_tokens * shards
         self._shape = example_shape(
             [2, max_tokens],
             1,
@@ -60,12 +133,27 @@ class RewardModel:
             batch_shards=shards,
         )
         self._shardings = example_shardings(self._shape, self._network.mesh)
-        self._params = _newest(run_dir, self._network.abstract_params, self._network.shardings())
         self._forward = make_forward(
             reward_model(self._network.graphdef, self._shardings),
             params_shardings=self._network.shardings(),
             batch_shardings=self._shardings,
         )
+
+    @property
+    def vocab_size(self) -> int:
+        return self._network.model.vocab_size
+
+    @functools.cached_property
+    def _params(self) -> Params:
+        wanted = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            self._network.abstract_params,
+            self._network.shardings(),
+        )
+        checkpoints = Checkpointer(self._run_dir / "checkpoints", keep_last=1)
+        arrays, _ = checkpoints.restore(self._step, {"params": wanted}, partial=True)
+        checkpoints.close()
+        return arrays["params"]
 
     def __call__(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> np.ndarray:
         """float32 [N]; the score of `answers[i]` after `prompts[i]`.
@@ -113,18 +201,12 @@ def _config(run_dir: Path) -> OfflineConfig:
     return config
 
 
-def _newest(run_dir: Path, abstract_params: Params, shardings: Tree) -> Params:
+def _newest_step(run_dir: Path) -> int:
     if not (run_dir / "checkpoints").is_dir():
         raise ValueError(f"{run_dir} has no checkpoints yet: train it first")
     checkpoints = Checkpointer(run_dir / "checkpoints", keep_last=1)
     step = checkpoints.latest()
+    checkpoints.close()
     if step is None:
         raise ValueError(f"{run_dir / 'checkpoints'} holds no complete checkpoint yet")
-    wanted = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        abstract_params,
-        shardings,
-    )
-    arrays, _ = checkpoints.restore(step, {"params": wanted}, partial=True)
-    checkpoints.close()
-    return arrays["params"]
+    return step

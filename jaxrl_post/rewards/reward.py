@@ -1,99 +1,80 @@
-"""A reward: from prompts and completions to one finite number each, checked on the way in and out."""
+"""A run's reward: the weighted sum of its graders' scores, which stay known one by one.
+
+Legend: N responses, K graders.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import numbers
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl_post import config
-from jaxrl_post.rewards.function import RewardFunction, describe, load_function
+from jaxrl_post.rewards.function import load_function
+from jaxrl_post.rewards.grader import Grader, RewardError, by_text, one_by_one
 from jaxrl_post.rewards.gym import check_gym_row, gym_score
 from jaxrl_post.rewards.match import check_answer, check_integer_answer, exact_match, last_number
-from jaxrl_post.types import Prompt
+from jaxrl_post.rewards.model import Setting, open_grader
+from jaxrl_post.types import Response
 
 
-class RewardError(ValueError):
-    """A grader failed or returned something other than one finite number for each completion."""
+class Scores(NamedTuple):
+    """float64: `total_N`, always finite, and each grader's own `heads_NK`, NaN where it abstained."""
+
+    total_N: np.ndarray
+    heads_NK: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-    """`score` grades a batch; `check_row` raises ValueError for a row it could not grade."""
+    """Graders and their weights; a recipe's single reward is one grader of weight 1."""
 
-    name: str
-    score: RewardFunction
-    check_row: Callable[[dict[str, Any]], None]
+    graders: tuple[Grader, ...]
+    weights: tuple[float, ...] = (1.0,)
 
-    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float]:
-        """One finite float for each completion; `prompts[i]` is the prompt of `completions[i]`.
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(grader.name for grader in self.graders)
 
-        Completions are text without special tokens. Raises RewardError naming the reward and the sample.
-        """
-        if len(prompts) != len(completions):
-            raise RewardError(f"reward {self.name}: {len(prompts)} prompts for {len(completions)} completions")
-        texts, rows = [prompt.text for prompt in prompts], [prompt.row for prompt in prompts]
-        try:
-            scores = list(self.score(texts, list(completions), rows))
-        except RewardError:
-            raise
-        except (Exception, SystemExit) as error:  # the grader may be anyone's code
-            raise RewardError(f"reward {self.name} failed on a batch of {len(texts)}: {describe(error)}") from error
-        if len(scores) != len(texts):
-            raise RewardError(f"reward {self.name} returned {len(scores)} scores for {len(texts)} completions")
-        return [_number(score, f"reward {self.name}, {_sample(completions, i)}") for i, score in enumerate(scores)]
+    def __call__(self, responses: Sequence[Response]) -> Scores:
+        """A head that abstains adds nothing. Raises RewardError as a grader, and where every head abstains."""
+        heads_NK = np.stack([grader(responses) for grader in self.graders], axis=1)
+        silent_N = np.isnan(heads_NK).all(axis=1)
+        if silent_N.any():
+            i = int(silent_N.argmax())
+            raise RewardError(
+                f"sample {i} ({responses[i].text[:80]!r}): all rewards ({', '.join(self.names)}) returned None; one at "
+                "least must grade each sample"
+            )
+        return Scores(np.nansum(heads_NK * np.array(self.weights)[None], axis=1), heads_NK)
 
     def check_rows(self, rows: Sequence[dict[str, Any]]) -> None:
         """To call before the first step: raises ValueError naming the first row that cannot be graded."""
-        for number, row in enumerate(rows):
-            try:
-                self.check_row(row)
-            except Exception as error:  # scorers of other packages run here
-                question = str(row.get("prompt", row.get("messages")))[:80]
-                raise ValueError(f"reward {self.name}: row {number} ({question!r}) {error}") from error
+        for grader in self.graders:
+            grader.check_rows(rows)
 
 
-def build(
-    reward: config.LastNumberReward | config.ExactMatchReward | config.ReasoningGymReward | config.FunctionReward,
-) -> Reward:
-    """The reward a recipe's `reward` stands for. Raises ValueError for a function that cannot be imported."""
+def build(reward: config.Reward, setting: Setting) -> Reward:
+    """The reward a recipe's `reward` stands for; a reward model's weights are read at its first call.
+
+    Raises: ValueError for a function that cannot be imported and as `open_grader`.
+    """
+    return Reward((_grader(reward, setting),))
+
+
+def _grader(reward: config.Reward, setting: Setting) -> Grader:
     match reward:
         case config.LastNumberReward():
-            return Reward(reward.kind, one_by_one(reward.kind, last_number), check_integer_answer)
+            return Grader(reward.kind, one_by_one(reward.kind, last_number), check_integer_answer)
         case config.ExactMatchReward():
-            return Reward(reward.kind, one_by_one(reward.kind, exact_match), check_answer)
+            return Grader(reward.kind, one_by_one(reward.kind, exact_match), check_answer)
         case config.ReasoningGymReward():
             grade = functools.partial(gym_score, threshold=reward.threshold)
-            return Reward(reward.kind, one_by_one(reward.kind, grade), check_gym_row)
+            return Grader(reward.kind, one_by_one(reward.kind, grade), check_gym_row)
         case config.FunctionReward():
-            return Reward(reward.function, load_function(reward.function), lambda row: None)
-
-
-def one_by_one(name: str, grade: Callable[[str, dict[str, Any]], float]) -> RewardFunction:
-    """A grader of (completion, row) as one of batches, whose errors name the sample."""
-
-    def score(prompts: list[str], completions: list[str], rows: list[dict[str, Any]]) -> list[float]:
-        scores = []
-        for i, (completion, row) in enumerate(zip(completions, rows, strict=True)):
-            try:
-                scores.append(grade(completion, row))
-            except Exception as error:  # a sample's text may break a parser in any way
-                raise RewardError(f"reward {name}, {_sample(completions, i)}: {describe(error)}") from error
-        return scores
-
-    return score
-
-
-def _number(score: Any, where: str) -> float:
-    if not isinstance(score, numbers.Real | np.bool_) or not math.isfinite(score):
-        raise RewardError(f"{where}: returned {score!r}, not a finite number")
-    return float(score)
-
-
-def _sample(completions: Sequence[str], index: int) -> str:
-    return f"sample {index} ({completions[index][:80]!r})"
+            return Grader(reward.function, by_text(load_function(reward.function)))
+        case config.ModelReward():
+            return open_grader(reward, setting)
