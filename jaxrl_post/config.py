@@ -138,7 +138,6 @@ class FunctionReward(Section):
     function: str = Field(pattern=r"^[\w.]+:\w+$")
 
 
-Reward = Annotated[
 class ModelReward(Section):
     """The score of a reward model, as trained by a recipe of `algorithm.kind: reward_model`, on the run's own mesh.
 
@@ -152,6 +151,7 @@ class ModelReward(Section):
     """Token positions a device holds in one forward pass."""
 
 
+Reward = Annotated[
     LastNumberReward | ExactMatchReward | ReasoningGymReward | FunctionReward | ModelReward,
     Field(discriminator="kind"),
     default_kind("last_number"),
@@ -237,9 +237,9 @@ class Config(Section):
             raise ValueError(
                 f"reward.kind=reasoning_gym scores rows of data.task.kind=reasoning_gym, not {self.data.task.kind}"
             )
-        longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         if isinstance(self.reward, ModelReward) and self.reward.run_dir == self.run_dir:
             raise ValueError(f"reward.run_dir={self.run_dir} is this run's own run_dir: give the policy another folder")
+        longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         if self.training.row_length is not None and self.training.row_length < longest:
             raise ValueError(
                 f"training.row_length={self.training.row_length} is shorter than data.max_prompt_tokens + "

@@ -190,6 +190,11 @@ class PolicyMethod(Section):
         return self.kl.coef > 0 and self.kl.where == "reward"
 
     @property
+    def compares_heads(self) -> bool:
+        """Whether the advantage looks at each part of a weighted reward, and not at their sum."""
+        return False
+
+    @property
     def keeps_zero_advantage(self) -> bool:
         """Whether a sample without advantage has a gradient."""
         return self.learns_from_zero_advantage or self.kl_in_loss or self.entropy_coef > 0
@@ -202,11 +207,6 @@ class Clipped(PolicyMethod):
     clip_high: NonNegative = 0.2
     dual_clip: float | None = Field(default=None, gt=1)
     """Bound the loss of tokens with A < 0 by −A · this (3 is usual); null does not."""
-    @property
-    def compares_heads(self) -> bool:
-        """Whether the advantage looks at each part of a weighted reward, and not at their sum."""
-        return False
-
 
 
 class GRPO(Clipped):

@@ -49,6 +49,15 @@ class Completion:
 
 
 @dataclasses.dataclass(frozen=True)
+class Response:
+    """What a reward looks at: a completion of `prompt` as text without special tokens, and as its sampled ids [n]."""
+
+    prompt: Prompt
+    text: str
+    ids: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
 class Trajectory:
     """A completion with what the update needs: its prompt's ids, and an advantage.
 
@@ -58,15 +67,6 @@ class Trajectory:
     """
 
     group: int
-@dataclasses.dataclass(frozen=True)
-class Response:
-    """What a reward looks at: a completion of `prompt` as text without special tokens, and as its sampled ids [n]."""
-
-    prompt: Prompt
-    text: str
-    ids: np.ndarray
-
-
     prompt_ids: tuple[int, ...]
     response_ids: np.ndarray
     logp: np.ndarray

@@ -18,6 +18,11 @@ from jaxrl_post.config_offline import OfflineConfig
 from launch.faults import is_user_error
 
 TRAIN_USAGE = "python -m launch CONFIG [section.key=value ...] [--print-config]"
+OTHER_USAGES = (
+    "python -m launch fetch NAME",
+    "python -m launch export RUN_DIR --to DIR",
+    "python -m launch pairs RUN_DIR --to DIR",
+)
 
 
 def main(words: Sequence[str]) -> int:
@@ -105,8 +110,7 @@ class _Parser(argparse.ArgumentParser):
 def _train_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="python -m launch",
-        usage=f"{TRAIN_USAGE}\n       python -m launch fetch NAME\n       python -m launch export RUN_DIR --to DIR\n       "
-        "python -m launch pairs RUN_DIR --to DIR",
+        usage="\n       ".join([TRAIN_USAGE, *OTHER_USAGES]),
         description="Train from a recipe. An override sets one key of it: optimizer.learning_rate=2e-6.",
         epilog="fetch puts a named model in the local cache; export writes a run as a Hugging Face folder; pairs makes "
         "preference data of its samples.",

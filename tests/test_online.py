@@ -56,6 +56,16 @@ def test_the_first_update_is_on_policy(straight):
     assert first["actor/grad_norm"] > 0
 
 
+def test_every_step_compares_sampler_and_trainer_in_full(straight):
+    """Computed from the update's own log-probs: no forward pass of its own, so it costs nothing to log always."""
+    _, records = straight
+    for record in records[1:]:
+        assert abs(record["rollout_corr/kl"]) < 1e-5
+        assert abs(record["rollout_corr/chi2_seq"]) < 1e-3
+        np.testing.assert_allclose(record["rollout_corr/ppl_ratio"], 1.0, atol=1e-4)
+        np.testing.assert_allclose(record["rollout_corr/training_ppl"], record["rollout_corr/rollout_ppl"], rtol=1e-4)
+
+
 def test_advantages_are_centred_and_scaled_within_each_group(straight):
     folder, _ = straight
     samples = rollouts(folder, 2)

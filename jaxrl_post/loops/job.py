@@ -77,6 +77,8 @@ def build(config: Config) -> Job:
     held_out = held_out[: config.evaluation.max_prompts]
     model = model_config(config, folder, tokenizer.vocab_size)
     _check_positions(config, model)
+    reward = rewards.build(config.reward, _setting(config, tokenizer, model, (*train_prompts, *held_out)))
+    reward.check_rows([prompt.row for prompt in (*train_prompts, *held_out)])
     graphdef, abstract_params, axes = abstract(model)
     job = Job(
         config, folder, model, graphdef, abstract_params, axes, mesh_of(config), tokenizer, reward, train_prompts,
@@ -88,8 +90,16 @@ def build(config: Config) -> Job:
         open_checked(folder, model)
     return job
 
-    reward = rewards.build(config.reward, _setting(config, tokenizer, model, (*train_prompts, *held_out)))
-    reward.check_rows([prompt.row for prompt in (*train_prompts, *held_out)])
+
+def _setting(config: Config, tokenizer: Tokenizer, model: ModelConfig, prompts: Sequence[Prompt]) -> rewards.Setting:
+    return rewards.Setting(
+        mesh=config.mesh,
+        tokenizer=tokenizer,
+        vocab_size=model.vocab_size,
+        max_tokens=max(len(prompt.ids) for prompt in prompts) + config.rollout.max_new_tokens,
+        samples=config.data.prompts_per_step * config.rollout.samples_per_prompt,
+    )
+
 
 def initial_params(job: Job) -> Params:
     """The weights a run starts from, in the training layout: read from the model's folder or drawn from the seed."""
@@ -105,16 +115,6 @@ def rollout_params(job: Job, params: Params) -> Params:
     if job.shardings("train") == shardings and job.model.param_dtype == dtype:
         return params
     return reshard(params, shardings, dtype)
-def _setting(config: Config, tokenizer: Tokenizer, model: ModelConfig, prompts: Sequence[Prompt]) -> rewards.Setting:
-    return rewards.Setting(
-        mesh=config.mesh,
-        tokenizer=tokenizer,
-        vocab_size=model.vocab_size,
-        max_tokens=max(len(prompt.ids) for prompt in prompts) + config.rollout.max_new_tokens,
-        samples=config.data.prompts_per_step * config.rollout.samples_per_prompt,
-    )
-
-
 
 
 def _check_vocabulary(job: Job) -> None:

@@ -84,21 +84,24 @@ class Learner:
     ) -> tuple[TrainState, Metrics]:
         """`epochs` passes over the step's mini-batches. π_old and π_ref are fixed before the first update.
 
-        Metrics are means over the updates, those that compare sampler and trainer are the first update's.
+        Metrics are means over the updates. Those that compare sampler and trainer are of the policy before any update:
+        of all mini-batches where π_old is scored, of the first one otherwise.
         """
         algorithm = self._job.config.algorithm
         minis = mini_batches(trajectories, algorithm.mini_batches)
         packed = [self._pack(mini, algorithm.keeps_zero_advantage) for mini in minis]
         batches = [(self._scored(state, batch, n_micro, phases), n_micro) for batch, n_micro, _ in packed]
-        measured = self._measured_mismatch([batch for batch, n_micro in batches if n_micro])
         rows: list[Metrics] = []
+        scored = algorithm.old_logprobs == "trainer"
+        measured = self._measured_mismatch([batch for batch, n_micro in batches if n_micro and scored])
         with phases("update_actor"):
             for _ in range(algorithm.epochs):
                 for batch, n_micro in batches:
                     if n_micro == 0:  # no group has signal: even the optimizer's passes are saved
                         state = state._replace(step=state.step + 1)
                         continue
-                    state, metrics = self._update(state, batch, n_micro)
+                    state, metrics, logp = self._update(state, batch, n_micro)
+                    measured = measured or self._measured_mismatch([batch._replace(old_logp=logp)])
                     rows.append(floats(metrics))
         reports = [report for *_, report in packed]
         return state, _summary(rows) | measured | {
@@ -150,9 +153,7 @@ class Learner:
         return placed
 
     def _measured_mismatch(self, batches: Sequence[TrainBatch]) -> Metrics:
-        """All of `rollout_corr/*`, where the trainer's π_old is known; means over the mini-batches."""
-        if self._job.config.algorithm.old_logprobs == "sampler":
-            return {}
+        """All of `rollout_corr/*`, from batches whose π_old is the trainer's; means over them, none without any."""
         return mean_metrics([floats(self._sampler_metrics(batch)) for batch in batches])
 
 

@@ -24,7 +24,7 @@ from jaxrl_post.objectives.values import value_loss
 from jaxrl_post.training.loss import Scalars, Tally
 from jaxrl_post.training.optimizer import Optimizer
 from jaxrl_post.training.state import TrainState
-from jaxrl_post.training.update import Score, Update, accumulate, apply_gradients, micro, placed_gradient, row_placement
+from jaxrl_post.training.update import Score, Seen, accumulate, apply_gradients, micro, placed_gradient, row_placement
 from jaxrl_post.types import TrainBatch
 
 Tree = Any
@@ -63,23 +63,24 @@ def make_critic_update(
     value_clip: float | None,
     shardings: TrainState,
     batch_shardings: TrainBatch,
-) -> Update:
+) -> Callable[[TrainState, TrainBatch, Any], tuple[TrainState, Scalars]]:
     """A jitted `update(state, batch, n_micro) -> (state, metrics)` like `update.make_update`; the state is donated.
 
     The loss is Σ weight · `values.value_loss`. Metrics: `critic/{vf_loss, vf_clipfrac, vpred_mean, grad_norm, lr,
     skipped_update}`.
     """
 
-    def micro_loss(params: Tree, rows: TrainBatch) -> tuple[jax.Array, Tally]:
+    def micro_loss(params: Tree, rows: TrainBatch) -> tuple[jax.Array, Seen]:
         value_BM = values(params, rows)
         term_BM, stats = value_loss(value_BM, rows.old_logp, rows.advantage, rows.mask, clip=value_clip)
         loss = weighted_sum(term_BM, rows.mask, rows.weight)
-        return loss, _tally(loss, {"critic/vf_clipfrac": stats["clipped"], "critic/vpred_mean": value_BM}, rows.mask)
+        stats = {"critic/vf_clipfrac": stats["clipped"], "critic/vpred_mean": value_BM}
+        return loss, (_tally(loss, stats, rows.mask), value_BM)
 
     gradient = placed_gradient(micro_loss, shardings.params)
 
     def update(state: TrainState, batch: TrainBatch, n_micro: jax.Array) -> tuple[TrainState, Scalars]:
-        grads, tally = accumulate(gradient, state.params, batch, n_micro)
+        grads, (tally, _) = accumulate(gradient, state.params, batch, n_micro)
         state, moved = apply_gradients(optimizer, state, grads, n_micro > 0)
         means = {name: total / jnp.maximum(tally.tokens, 1.0) for name, total in tally.sums.items()}
         return state, tally.totals | means | {name.replace("actor/", "critic/"): x for name, x in moved.items()}

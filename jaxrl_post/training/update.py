@@ -24,10 +24,10 @@ from sharding.placement import tree_shardings
 from sharding.rules import TRAIN, Rules
 
 Tree = Any
-Update = Callable[[TrainState, TrainBatch, Any], tuple[TrainState, Scalars]]
+Update = Callable[[TrainState, TrainBatch, Any], tuple[TrainState, Scalars, jax.Array]]
 Score = Callable[[Tree, TrainBatch, Any], jax.Array]
 Placement = Callable[[jax.Array], jax.Array]
-LossAndGrad = Callable[[Tree, TrainBatch], tuple[Tree, Tally]]
+Seen = tuple[Tally, jax.Array]  # what adds up over micro-batches, and what the model said of each target, [B, M]
 
 
 def make_update(
@@ -41,7 +41,7 @@ def make_update(
     batch_shardings: TrainBatch,
     entropy_gradient: bool = False,
 ) -> Update:
-    """A jitted `update(state, batch, n_micro) -> (state, metrics)`; the state is donated.
+    """A jitted `update(state, batch, n_micro) -> (state, metrics, logp)`; the state is donated.
 
     Gradients of the first `n_micro` (int32) micro-batches add up in float32; the weights in the batch already make
     their sum the gradient of the whole update. With `n_micro` 0 or a gradient norm that is not finite, parameters and
@@ -49,27 +49,29 @@ def make_update(
     `token_loss` gets an entropy that carries a gradient only with `entropy_gradient`.
     Metrics are float32 scalars under verl's names: those of `loss.summarize`, `actor/grad_norm` (before clipping),
     `actor/lr`, `actor/skipped_update` (1 when the norm was not finite).
+    `logp` float32 [A, B, M] is log π_θ of the targets before the update, 0 in micro-batches that were not used.
     """
 
     place = row_placement(batch_shardings)
 
-    def micro_loss(params: Tree, micro: TrainBatch) -> tuple[jax.Array, Tally]:
+    def micro_loss(params: Tree, micro: TrainBatch) -> tuple[jax.Array, Seen]:
         logp_BM, entropy_BM = _logprobs(graphdef, params, micro, temperature, chunk, place, entropy_gradient)
-        return token_loss(logp_BM, entropy_BM, micro)
+        loss, tally = token_loss(logp_BM, entropy_BM, micro)
+        return loss, (tally, logp_BM)
 
     gradient = placed_gradient(micro_loss, shardings.params)
 
-    def update(state: TrainState, batch: TrainBatch, n_micro: jax.Array) -> tuple[TrainState, Scalars]:
-        grads, tally = accumulate(gradient, state.params, batch, n_micro)
+    def update(state: TrainState, batch: TrainBatch, n_micro: jax.Array) -> tuple[TrainState, Scalars, jax.Array]:
+        grads, (tally, logp_ABM) = accumulate(gradient, state.params, batch, n_micro)
         state, metrics = apply_gradients(optimizer, state, grads, n_micro > 0)
-        return state, summarize(tally) | metrics
+        return state, summarize(tally) | metrics, logp_ABM
 
     everywhere = NamedSharding(shardings.step.mesh, PartitionSpec())
     return jax.jit(
         update,
         donate_argnums=0,
         in_shardings=(shardings, batch_shardings, everywhere),
-        out_shardings=(shardings, everywhere),
+        out_shardings=(shardings, everywhere, batch_shardings.old_logp),
     )
 
 
@@ -103,16 +105,22 @@ def batch_shardings(shape: PackShape, mesh: Mesh, rules: Rules = TRAIN) -> Train
     return tree_shardings(axes, empty_batch(shape), rules, mesh)
 
 
-def accumulate(gradient: LossAndGrad, params: Tree, batch: TrainBatch, n_micro: jax.Array) -> tuple[Tree, Tally]:
-    """Gradients and tallies of the first `n_micro` micro-batches, added up in a loop that nothing differentiates."""
+def accumulate(
+    gradient: Callable[[Tree, Any], tuple[Tree, Seen]], params: Tree, batch: Tree, n_micro: jax.Array
+) -> tuple[Tree, Seen]:
+    """Gradients and tallies of the first `n_micro` micro-batches, added up in a loop that nothing differentiates;
+    beside them what the model said of each target, float32 [A, B, M]."""
 
-    def body(i: jax.Array, carry: tuple[Tree, Tally]) -> tuple[Tree, Tally]:
-        grads, tally = gradient(params, micro(batch, i))
-        return jax.tree.map(jnp.add, carry[0], grads), combine(carry[1], tally)
+    def body(i: jax.Array, carry: tuple[Tree, Seen]) -> tuple[Tree, Seen]:
+        sums, (tally, said_ABM) = carry
+        grads, (more, said_BM) = gradient(params, micro(batch, i))
+        said_ABM = lax.dynamic_update_index_in_dim(said_ABM, said_BM, i, axis=0)
+        return jax.tree.map(jnp.add, sums, grads), (combine(tally, more), said_ABM)
 
-    shapes = jax.eval_shape(gradient, params, micro(batch, jnp.int32(0)))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return lax.fori_loop(0, n_micro, body, zeros)
+    grads, (tally, said_BM) = jax.eval_shape(gradient, params, micro(batch, jnp.int32(0)))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, tally))
+    A = len(jax.tree.leaves(batch)[0])
+    return lax.fori_loop(0, n_micro, body, (zeros[0], (zeros[1], jnp.zeros((A, *said_BM.shape)))))
 
 
 def apply_gradients(

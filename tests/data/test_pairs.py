@@ -18,8 +18,14 @@ def run_dir(tmp_path):
     folder.mkdir(parents=True)
     steps = [
         [sample("2+2", "4", 1.0), sample("2+2", "5", 0.0), sample("1+3", "four", 0.0)],
-        [sample("2+2", "4", 1.0), sample("2+2", "it is 4", 1.0), sample("2+2", "3", 0.0), sample("2+2", "22", 0.0)]
-        + [sample("2+2", "4 and so", 1.0, "length"), sample("2+2", "no\u2028end", 0.0, "length")],
+        [
+            sample("2+2", "4", 1.0),
+            sample("2+2", "it is 4", 1.0),
+            sample("2+2", "3", 0.0),
+            sample("2+2", "22", 0.0),
+            sample("2+2", "4 and so", 1.0, "length"),
+            sample("2+2", "no\u2028end", 0.0, "length"),
+        ],
     ]
     for number, lines in enumerate(steps, start=1):
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
@@ -30,12 +36,12 @@ def run_dir(tmp_path):
 def test_questions_collect_distinct_finished_answers_over_all_steps(run_dir):
     first, second = read_questions(run_dir / "rollouts", threshold=1.0)
     assert first == Question({"prompt": "2+2", "answer": "4"}, ("4", "it is 4"), ("5", "3", "22"))
-    assert second.right == () and second.wrong == ("four",)
+    assert (second.right, second.wrong) == ((), ("four",))
 
 
 def test_the_threshold_says_what_is_right(run_dir):
     first, _ = read_questions(run_dir / "rollouts", threshold=0.0)
-    assert first.right == ("4", "5", "it is 4", "3", "22") and first.wrong == ()
+    assert (first.right, first.wrong) == (("4", "5", "it is 4", "3", "22"), ())
 
 
 def test_every_wrong_answer_meets_a_right_one_and_counts_are_bounded(run_dir):
@@ -59,7 +65,7 @@ def test_the_command_writes_both_files_or_nothing(run_dir, tmp_path):
     assert len((tmp_path / "out" / "preferences.jsonl").read_text().splitlines()) == 3
     with pytest.raises(ValueError, match="already exists"):
         pairs(run_dir, tmp_path / "out")
-    with pytest.raises(ValueError, match="reward of 2.0 or more: lower --threshold"):
+    with pytest.raises(ValueError, match=r"reward of 2\.0 or more: lower --threshold"):
         pairs(run_dir, tmp_path / "none", threshold=2.0)
     assert not (tmp_path / "none").exists()
 

@@ -181,7 +181,8 @@ def test_two_epochs_of_two_mini_batches_start_at_ratio_one_and_leave_it():
     state, seen = t.state(PARAMS), []
     for batch, n_micro, _ in halves * 2:
         before = np.asarray(scorer()(state.params, batch, n_micro))
-        state, metrics = t.update(state, batch, n_micro)
+        state, metrics, logp = t.update_and_logp(state, batch, n_micro)
+        np.testing.assert_allclose(logp, before, atol=1e-6)
         seen.append(jax.device_get(metrics))
         ppo_kl = (batch.old_logp - before)[batch.mask].mean()
         np.testing.assert_allclose(seen[-1]["actor/ppo_kl"], ppo_kl, rtol=1e-3, atol=1e-5)

@@ -76,8 +76,11 @@ class Trainer:
         state = abstract_state(abstract(TINY)[1], self.optimizer)
         return self.jitted.lower(state, empty_batch(self.shape), np.int32(0)).compile(FAST_COMPILE)
 
-    def update(self, state, batch, n_micro):
+    def update_and_logp(self, state, batch, n_micro):
         return self.program(state, batch, np.int32(n_micro))
+
+    def update(self, state, batch, n_micro):
+        return self.update_and_logp(state, batch, n_micro)[:2]
 
     def state(self, params):
         return init_state(params, self.optimizer, self.shardings)
