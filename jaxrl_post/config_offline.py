@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, PositiveInt, model_validator
 
 from jaxrl_post.config import Checkpoint, Config, Mesh, Model
-from jaxrl_post.config_base import NonNegative, Positive, Section
+from jaxrl_post.config_base import Count, NonNegative, Positive, Section
 from jaxrl_post.config_optimizer import Optimizer
 
 Smoothing = Annotated[float, Field(ge=0.0, lt=0.5)]
@@ -150,6 +150,10 @@ class OfflineData(Section):
     """JSON lines, UTF-8. sft: {messages}, or {prompt, completion}; kto: {prompt, completion, label: true or false};
     other kinds: {prompt, chosen, rejected}, for reward_model with `margin` if you like. A prompt is text or a list of
     messages."""
+    held_out_path: str | None = None
+    """Rows for evaluation, in the same form."""
+    held_out_fraction: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Instead of `held_out_path`: keep this share of the prompts of `path`, drawn by `seed`, for evaluation alone."""
     examples_per_step: PositiveInt = 8
     """Conversations, labelled answers or pairs in one optimizer update."""
     max_tokens: PositiveInt = 512
@@ -166,6 +170,19 @@ class OfflineData(Section):
             raise ValueError("system_prompt needs a chat template: set data.chat=true, or put it into the prompts")
         return self
 
+    @model_validator(mode="after")
+    def _one_held_out(self) -> OfflineData:
+        if self.held_out_path is not None and self.held_out_fraction > 0:
+            raise ValueError(
+                f"held_out_path={self.held_out_path!r} and held_out_fraction={self.held_out_fraction} both say what is "
+                "held out: give one of them"
+            )
+        return self
+
+    @property
+    def holds_out(self) -> bool:
+        return self.held_out_path is not None or self.held_out_fraction > 0
+
 
 class OfflineTraining(Section):
     tokens_per_microbatch: PositiveInt = 4096
@@ -174,6 +191,14 @@ class OfflineTraining(Section):
     """Token positions of a packed row; null is the longest example of the data, a pair's prompt counted once."""
     logprob_chunk: PositiveInt = 256
     """Target tokens per row whose logits exist at the same time."""
+
+
+class OfflineEvaluation(Section):
+    every: Count = 0
+    """Steps between evaluations on the held-out examples; 0 evaluates before the first and after the last step."""
+    enabled: bool = True
+    max_examples: PositiveInt = 256
+    """The first ones of those held out."""
 
 
 class OfflineConfig(Section):
@@ -191,9 +216,15 @@ class OfflineConfig(Section):
     optimizer: Optimizer = Optimizer()
     training: OfflineTraining = OfflineTraining()
     checkpoint: Checkpoint = Checkpoint()
+    evaluation: OfflineEvaluation = OfflineEvaluation()
 
     @model_validator(mode="after")
     def _consistent(self) -> OfflineConfig:
+        if self.evaluation.every and not self.data.holds_out:
+            raise ValueError(
+                f"evaluation.every={self.evaluation.every} finds nothing held out: give data.held_out_path or "
+                "data.held_out_fraction, or leave evaluation.every at 0"
+            )
         if self.algorithm.kind == "kto" and self.data.examples_per_step < 2:
             raise ValueError(
                 "data.examples_per_step=1: algorithm.kind=kto measures its reference point on prompts with each "

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from jaxrl_post.observe.compiles import EVENT, CompileCounter
 from jaxrl_post.observe.metrics import MetricsWriter, read_metrics, rollout_file
-from jaxrl_post.observe.plot import plot_curves, series, trailing_mean
+from jaxrl_post.observe.plot import OFFLINE, ONLINE, _draw, plot_curves, series, trailing_mean
 from jaxrl_post.observe.progress import Phases, Progress, clock, step_line
 
 
@@ -238,8 +238,8 @@ def written_run(run_dir, rewards):
 
 
 def test_curves_show_the_reward(tmp_path):
-    plot_curves(written_run(tmp_path / "rising", [0.1, 0.5, math.nan, 0.9]), tmp_path / "rising.png")
-    plot_curves(written_run(tmp_path / "falling", [0.9, 0.5, 0.3, 0.1]), tmp_path / "falling.png")
+    plot_curves(written_run(tmp_path / "rising", [0.1, 0.5, math.nan, 0.9]), tmp_path / "rising.png", ONLINE)
+    plot_curves(written_run(tmp_path / "falling", [0.9, 0.5, 0.3, 0.1]), tmp_path / "falling.png", ONLINE)
     rising, falling = imread(tmp_path / "rising.png"), imread(tmp_path / "falling.png")
     assert rising.shape == falling.shape == (840, 1500, 4)
     assert not np.array_equal(rising, falling)
@@ -255,16 +255,31 @@ def test_curves_show_the_reward(tmp_path):
 def test_a_run_of_one_step_and_no_evaluation_can_be_drawn(tmp_path):
     with MetricsWriter(tmp_path) as writer:
         writer.write(1, {"critic/rewards/mean": 0.5})
-    plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
+    plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curve.png", ONLINE)
     assert (tmp_path / "curve.png").stat().st_size > 0
+
+
+def test_offline_runs_show_loss_and_accuracy_side_by_side():
+    records = [{"step": 0, "val-core/loss": 0.7, "val-core/accuracy": 0.1}]
+    records += [{"step": step, "loss": 0.7 - 0.1 * step, "accuracy": 0.3 * step} for step in (1, 2)]
+    records += [
+        {"step": 3, "loss": 0.2, "accuracy": 0.9, "val-core/loss": 0.3, "val-core/accuracy": 0.8, "margin": 2.0}
+    ]
+    loss, accuracy, margin = _draw(records, OFFLINE).axes
+    assert [axes.get_title(loc="left") for axes in (loss, accuracy, margin)] == ["loss", "accuracy", "score margin"]
+    np.testing.assert_allclose(loss.lines[0].get_xydata(), [[1, 0.6], [2, 0.5], [3, 0.2]])
+    np.testing.assert_allclose(loss.lines[-1].get_xydata(), [[0, 0.7], [3, 0.3]])
+    np.testing.assert_allclose(accuracy.lines[-1].get_xydata(), [[0, 0.1], [3, 0.8]])
+    np.testing.assert_allclose(margin.lines[0].get_xydata(), [[3, 2.0]])
+    assert loss.get_position().x1 < accuracy.get_position().x0
 
 
 def test_curves_need_a_file_with_rewards(tmp_path):
     with pytest.raises(FileNotFoundError, match="no metrics at"):
-        plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
+        plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curve.png", ONLINE)
     MetricsWriter(tmp_path).close()
     with pytest.raises(ValueError, match="no step with critic/rewards/mean"):
-        plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
+        plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curve.png", ONLINE)
 
 
 # --- compiles

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from jaxrl_post.config import JsonlTask
 from jaxrl_post.config_offline import OfflineConfig, OfflineData
@@ -24,32 +26,55 @@ class Report(NamedTuple):
     cut: int
 
 
-def load_examples(config: OfflineConfig, tokenizer: Tokenizer) -> tuple[list[Example], Report, list[str]]:
-    """The examples of `data.path` in the form `algorithm.kind` learns from, and `file:line: why` of lines skipped.
+def load_examples(
+    config: OfflineConfig, tokenizer: Tokenizer, key: Literal["path", "held_out_path"] = "path"
+) -> tuple[list[Example], Report, list[str]]:
+    """The examples of `data.path` (or `data.held_out_path`) in the form `algorithm.kind` learns from, and
+    `file:line: why` of lines skipped.
 
     Raises: ValueError naming the file and row: no such file, a row of another form, none left after cutting.
     """
     data = config.data
-    rows, skipped = read_rows(
-        data.path, JsonlTask(kind="jsonl", path=data.path, on_bad_row=data.on_bad_row), "data.path"
-    )
+    path, place = getattr(data, key), f"data.{key}={getattr(data, key)!r}"
+    rows, skipped = read_rows(path, JsonlTask(kind="jsonl", path=path, on_bad_row=data.on_bad_row), f"data.{key}")
     read = reader(config.algorithm.kind)
     examples = []
     for number, row in enumerate(rows):
         try:
             examples.append(read(row, tokenizer, data))
         except (ValueError, KeyError, TypeError) as error:
-            problem = f"data.path={data.path!r}, row {number}: {_reason(error)}"
+            problem = f"{place}, row {number}: {_reason(error)}"
             if data.on_bad_row == "error":
                 raise ValueError(f"{problem}. Mend the row, or set data.on_bad_row=skip") from error
             skipped.append(problem)
     kept, report = cut_all(examples, data.max_tokens)
     if not kept:
         raise ValueError(
-            f"data.path={data.path!r}: {len(rows)} rows read, {len(skipped)} skipped, {report.dropped} dropped as no "
+            f"{place}: {len(rows)} rows read, {len(skipped)} skipped, {report.dropped} dropped as no "
             f"answer token lies within data.max_tokens={data.max_tokens}, none left"
         )
     return kept, report, skipped
+
+
+def hold_out(examples: Sequence[Example], fraction: float, seed: int) -> tuple[list[Example], list[Example]]:
+    """Examples to learn from and those held out: all of `fraction` of the distinct prompts, drawn by `seed`.
+
+    A prompt is on one side only, so none that was trained on is tested. Order is kept on both sides.
+    Raises: ValueError when either side would be empty.
+    """
+    prompts = list(dict.fromkeys(example.prompt_ids for example in examples))
+    count = round(fraction * len(prompts))
+    if not 0 < count < len(prompts):
+        raise ValueError(
+            f"data.held_out_fraction={fraction} of {len(prompts)} distinct prompts is {count}, and both sides need at "
+            "least one: give another share, or a file as data.held_out_path"
+        )
+    order = np.random.default_rng(seed).permutation(len(prompts))
+    tested = {prompts[i] for i in order[:count]}
+    sides: tuple[list[Example], list[Example]] = ([], [])
+    for example in examples:
+        sides[example.prompt_ids in tested].append(example)
+    return sides
 
 
 def reader(kind: str) -> Reader:

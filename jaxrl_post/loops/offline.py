@@ -10,22 +10,25 @@ import jax
 from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.data.stream import Stream
-from jaxrl_post.loops.measures import speed_metrics
+from jaxrl_post.loops.measures import Metrics, speed_metrics
 from jaxrl_post.loops.offline_job import OfflineJob, build, initial_params
 from jaxrl_post.loops.offline_learner import OfflineLearner
 from jaxrl_post.loops.run_folder import due, last_step, write_config
 from jaxrl_post.observe.compiles import CompileCounter
 from jaxrl_post.observe.metrics import METRICS, MetricsWriter
+from jaxrl_post.observe.plot import OFFLINE, plot_curves
 from jaxrl_post.observe.progress import Phases, Progress
 from jaxrl_post.training.state import TrainState
 from jaxrl_post.types_offline import Example
 from sharding.placement import bytes_per_device
 
+CURVE = "curve.png"
+
 
 def run(config: OfflineConfig) -> None:
     """Train as the config says, from the newest checkpoint of its run folder if there is one.
 
-    Writes RUN_DIR/{config.yaml, metrics.jsonl, checkpoints/}.
+    Writes RUN_DIR/{config.yaml, metrics.jsonl, checkpoints/, curve.png}.
     Raises: ValueError, FileNotFoundError for what the user can mend, before any step and before anything is written.
     """
     job = build(config)
@@ -45,9 +48,15 @@ def run(config: OfflineConfig) -> None:
         for line in _introduction(job, learner, state, done):
             progress.note(line)
         phases = Phases()
+        if job.held_out and not done:
+            writer.write(0, _note(progress, learner.evaluate(state.params, job.held_out, phases)))
+            phases.collect()
         for step in range(done + 1, config.steps + 1):
             state, learned = learner.learn(state, stream.next(), phases)
             metrics = {"training/global_step": step, **learned}
+            if job.held_out and due(step, config.evaluation.every, config.steps):
+                with phases("testing"):
+                    metrics |= _note(progress, learner.evaluate(state.params, job.held_out, phases))
             if due(step, config.checkpoint.every, config.steps):
                 with phases("save_checkpoint"):
                     checkpoints.save(step, state._asdict(), {"data": stream.state(), **learner.state()})
@@ -56,7 +65,10 @@ def run(config: OfflineConfig) -> None:
             writer.write(step, metrics)
             progress.update(step, metrics)
         checkpoints.close()
-        progress.note(f"done. metrics: {run_dir / METRICS}  checkpoints: {run_dir / 'checkpoints'}")
+        plot_curves(run_dir / METRICS, run_dir / CURVE, OFFLINE)
+        progress.note(
+            f"done. curve: {run_dir / CURVE}  metrics: {run_dir / METRICS}  checkpoints: {run_dir / 'checkpoints'}"
+        )
 
 
 def _start(
@@ -74,6 +86,12 @@ def _start(
     return TrainState(**arrays)
 
 
+def _note(progress: Progress, metrics: Metrics) -> Metrics:
+    core = {name: value for name, value in metrics.items() if name.startswith("val-core/")}
+    progress.note("held-out " + "  ".join(f"{name} = {value:.4f}" for name, value in core.items()))
+    return metrics
+
+
 def _introduction(job: OfflineJob, learner: OfflineLearner, state: TrainState, done: int) -> Iterator[str]:
     config, network, report, shape = job.config, job.network, job.report, learner.shape.rows
     axes = " × ".join(f"{axis}={size}" for axis, size in network.mesh.shape.items() if size > 1) or "one device"
@@ -84,8 +102,8 @@ def _introduction(job: OfflineJob, learner: OfflineLearner, state: TrainState, d
         f"{held:.2f} GiB a device"
     )
     yield (
-        f"{config.data.examples_per_step} examples a step of {report.kept} in {config.data.path} ({report.dropped} "
-        f"dropped and {report.cut} cut by data.max_tokens); update rows {shape.rows} × {shape.length} tokens, up to "
-        f"{shape.micro_batches} micro-batches"
+        f"{config.data.examples_per_step} examples a step of {len(job.examples)} in {config.data.path}, "
+        f"{len(job.held_out)} held out ({report.dropped} dropped and {report.cut} cut by data.max_tokens); update rows "
+        f"{shape.rows} × {shape.length} tokens, up to {shape.micro_batches} micro-batches"
     )
     yield f"{'resuming after step ' + str(done) if done else 'starting'}; outputs in {config.run_dir}"

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Literal
 
 import jax
 
 from jaxrl_post.config_offline import OfflineConfig
-from jaxrl_post.data.preferences import Report, load_examples
+from jaxrl_post.data.preferences import Report, hold_out, load_examples
 from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_post.loops.network import Network, build_network, decoder_params
 from jaxrl_post.models import scalar_head
@@ -30,33 +31,49 @@ class OfflineJob:
     network: Network
     tokenizer: Tokenizer
     examples: list[Example]
+    held_out: list[Example]
     report: Report
+    """Of `data.path`, before any of it is held out."""
 
 
 def build(config: OfflineConfig) -> OfflineJob:
     """Raises ValueError or FileNotFoundError for whatever the config asks for that cannot be had."""
     folder = None if config.model.path is None else resolve(config.model.path)
     tokenizer = load_tokenizer(folder)
-    examples, report, skipped = load_examples(config, tokenizer)
-    for line in skipped:
-        log.warning("skipped %s", line)
-    if report.dropped:
-        log.warning(
-            "%d of %d examples lost all tokens of an answer to data.max_tokens=%d and were dropped",
-            report.dropped, report.dropped + report.kept, config.data.max_tokens,
-        )  # fmt: skip
+    examples, report = _loaded(config, tokenizer, "path")
+    held_out: list[Example] = []
+    if config.data.held_out_path is not None:
+        held_out, _ = _loaded(config, tokenizer, "held_out_path")
+    elif config.data.held_out_fraction > 0:
+        examples, held_out = hold_out(examples, config.data.held_out_fraction, config.seed)
+    held_out = held_out[: config.evaluation.max_examples] if config.evaluation.enabled else []
     network = build_network(config, folder, tokenizer)
     if config.data.max_tokens > network.model.max_positions:
         raise ValueError(
             f"data.max_tokens={config.data.max_tokens} exceeds the model's {network.model.max_positions} positions: "
             "lower it"
         )
-    highest = max(max(ids, default=0) for example in examples for ids in example.ids)
+    highest = max(max(ids, default=0) for example in (*examples, *held_out) for ids in example.ids)
     if highest >= network.model.vocab_size:
         raise ValueError(
             f"{folder}: its tokenizer gives id {highest}, outside the model's vocabulary of {network.model.vocab_size}"
         )
-    return OfflineJob(config, network, tokenizer, examples, report)
+    return OfflineJob(config, network, tokenizer, examples, held_out, report)
+
+
+def _loaded(
+    config: OfflineConfig, tokenizer: Tokenizer, key: Literal["path", "held_out_path"]
+) -> tuple[list[Example], Report]:
+    """The examples of one file, with a warning about those that are not among them."""
+    examples, report, skipped = load_examples(config, tokenizer, key)
+    for line in skipped:
+        log.warning("skipped %s", line)
+    if report.dropped:
+        log.warning(
+            "%d of %d examples of data.%s lost all tokens of an answer to data.max_tokens=%d and were dropped",
+            report.dropped, report.dropped + report.kept, key, config.data.max_tokens,
+        )  # fmt: skip
+    return examples, report
 
 
 def initial_params(network: Network, seed: int) -> Params:

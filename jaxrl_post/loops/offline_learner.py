@@ -5,7 +5,7 @@ Legend: A micro-batches, B rows, M targets, E examples of a row, S sequences of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +18,23 @@ from jaxrl_post.models.decoder import Params
 from jaxrl_post.objectives.preference import kto_reference_point
 from jaxrl_post.objectives.reductions import sequence_length, sequence_sum, weighted_sum
 from jaxrl_post.observe.progress import Phases
-from jaxrl_post.training.offline_packing import ExampleShape, example_shape, example_shardings, pack_examples
-from jaxrl_post.training.offline_update import language_model, make_forward, make_offline_update, reward_model
+from jaxrl_post.training.offline_packing import (
+    ExampleShape,
+    Weights,
+    example_shape,
+    example_shardings,
+    example_weights,
+    pack_examples,
+)
+from jaxrl_post.training.offline_update import (
+    language_model,
+    make_evaluate,
+    make_forward,
+    make_offline_update,
+    reward_model,
+)
 from jaxrl_post.training.optimizer import make_optimizer
+from jaxrl_post.training.packing import PackReport
 from jaxrl_post.training.preference_loss import needs_reference, needs_shift, offline_loss, reward_scale
 from jaxrl_post.training.state import TrainState, init_state, restorable_state, state_shardings
 from jaxrl_post.types_offline import Example, OfflineBatch
@@ -28,6 +42,13 @@ from sharding.mesh import batch_shards
 from sharding.placement import place, reshard
 
 Metrics = dict[str, float]
+CORE = {
+    "loss": "loss",
+    "rewards/accuracies": "accuracy",
+    "accuracy": "accuracy",
+    "rewards/margins": "margin",
+    "margin": "margin",
+}
 
 
 class OfflineLearner:
@@ -46,16 +67,13 @@ class OfflineLearner:
             if network.has_head
             else language_model(network.graphdef, self._batch_shardings, chunk)
         )
+        loss = offline_loss(self._algorithm)
         self._update = make_offline_update(
-            forward,
-            self._optimizer,
-            offline_loss(self._algorithm),
-            shardings=self._shardings,
-            batch_shardings=self._batch_shardings,
+            forward, self._optimizer, loss, shardings=self._shardings, batch_shardings=self._batch_shardings
         )
-        self._score = make_forward(
-            forward, params_shardings=self._shardings.params, batch_shardings=self._batch_shardings
-        )
+        placed = {"params_shardings": self._shardings.params, "batch_shardings": self._batch_shardings}
+        self._score = make_forward(forward, **placed)
+        self._evaluate = make_evaluate(forward, loss, **placed)
         self._reference: Params | None = None
         self._shift = {"updates": 0, "mean": 0.0}
 
@@ -91,9 +109,7 @@ class OfflineLearner:
         with phases("update_actor"):
             state, measured = self._update(state, batch, constant, n_micro)
             metrics = {name: float(value) for name, value in jax.device_get(measured).items()}
-        if isinstance(self._algorithm, KTO) and len({example.desirable for example in examples}) == 1:
-            metrics = {name: value for name, value in metrics.items() if "/" not in name or name.startswith("actor/")}
-        return state, metrics | known | {
+        return state, self._of_labels(metrics, examples) | known | {
             "training/trained_sequences": report.sequences,
             "training/trained_tokens": report.targets,
             "training/row_occupancy": report.occupancy,
@@ -101,9 +117,46 @@ class OfflineLearner:
             "perf/total_num_tokens": sum(example.size for example in examples),
         }
 
-    def _packed(self, examples: Sequence[Example]) -> tuple[OfflineBatch, int, Any]:
+    def evaluate(self, params: Params, examples: Sequence[Example], phases: Phases) -> Metrics:
+        """The loss and its metrics as means over all the examples, nothing learned: `val-core/{loss, accuracy, margin}`
+        where the loss has them, `val-aux/…` for the others.
+
+        KTO's reference point is that of all the examples together; BCO's shift is the one training has come to.
+        """
+        constant = jnp.float32(self._shift["mean"])
+        if isinstance(self._algorithm, KTO):
+            others = list(self._parts(mismatched(examples, self._job.config.data.max_tokens), phases))
+            scores = [self._score(params, batch, n_micro) for batch, n_micro in others]
+            joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(batch for batch, _ in others))
+            constant = _reference_point(jnp.concatenate(scores), joined)
+        parts = (self._evaluate(params, batch, constant, n_micro) for batch, n_micro in self._parts(examples, phases))
+        measured = jax.device_get(list(parts))
+        metrics = {name: sum(float(part[name]) for part in measured) for name in measured[0]}
+        metrics = self._of_labels(metrics, examples)
+        return {f"val-core/{CORE[x]}" if x in CORE else f"val-aux/{x}": value for x, value in metrics.items()}
+
+    def _parts(self, examples: Sequence[Example], phases: Phases) -> Iterator[tuple[OfflineBatch, int]]:
+        """The examples in batches the size of an update's, weighed as parts of one whole."""
+        weights, size = self._weights(examples), self._job.config.data.examples_per_step
+        for start in range(0, len(examples), size):
+            part = slice(start, start + size)
+            batch, n_micro, _ = self._packed(examples[part], weights.of(part))
+            yield self._referenced(batch, n_micro, phases), n_micro
+
+    def _of_labels(self, metrics: Metrics, examples: Sequence[Example]) -> Metrics:
+        """Without KTO's means over answers of a label where only the other one is there."""
+        if not isinstance(self._algorithm, KTO) or len({example.desirable for example in examples}) == 2:
+            return metrics
+        return {name: value for name, value in metrics.items() if "/" not in name or name.startswith("actor/")}
+
+    def _weights(self, examples: Sequence[Example]) -> Weights:
         aggregation = self._algorithm.aggregation if isinstance(self._algorithm, SFT) else "token-mean"
-        batch, n_micro, report = pack_examples(examples, self.shape, aggregation)
+        return example_weights(examples, aggregation)
+
+    def _packed(
+        self, examples: Sequence[Example], weights: Weights | None = None
+    ) -> tuple[OfflineBatch, int, PackReport]:
+        batch, n_micro, report = pack_examples(examples, self.shape, weights or self._weights(examples))
         return place(batch, self._batch_shardings), n_micro, report
 
     def _referenced(self, batch: OfflineBatch, n_micro: int, phases: Phases) -> OfflineBatch:
@@ -158,10 +211,11 @@ def _sums_live(batch: OfflineBatch) -> jax.Array:
 
 
 def _shape(job: OfflineJob) -> ExampleShape:
-    config, sizes = job.config, [example.size for example in job.examples]
+    config, examples = job.config, (*job.examples, *job.held_out)
+    sizes = [example.size for example in examples]
     if config.algorithm.kind == "kto":  # prompts are also paired with each other's answers
-        prompts = [len(example.prompt_ids) for example in job.examples]
-        answers = [len(example.answers[0].ids) for example in job.examples]
+        prompts = [len(example.prompt_ids) for example in examples]
+        answers = [len(example.answers[0].ids) for example in examples]
         sizes = [min(prompts) + 1, min(max(prompts) + max(answers), config.data.max_tokens)]
     return example_shape(
         sizes,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -39,6 +40,18 @@ class ExampleShape:
     rows: PackShape
     examples: int
     answers: int
+
+
+class Weights(NamedTuple):
+    """Shares of a mean, float32 [N] each: of every token of a first answer, of the example, and of it among those of
+    its label."""
+
+    token: np.ndarray
+    example: np.ndarray
+    label: np.ndarray
+
+    def of(self, part: slice) -> Weights:
+        return Weights(*(weight_N[part] for weight_N in self))
 
 
 def example_shape(
@@ -72,29 +85,35 @@ def example_shape(
     return ExampleShape(shape, min(examples_per_step, length // smallest), answers)
 
 
+def example_weights(examples: Sequence[Example], aggregation: str = "token-mean") -> Weights:
+    """Weights that make sums over the examples their means; `aggregation` is that of the tokens of first answers."""
+    token_N = token_weights(np.array([e.answers[0].length for e in examples]), aggregation)
+    label_N = label_shares(np.array([e.desirable for e in examples]))
+    return Weights(token_N, np.full(len(examples), 1 / len(examples), np.float32), label_N)
+
+
 def pack_examples(
-    examples: Sequence[Example], shape: ExampleShape, aggregation: str = "token-mean"
+    examples: Sequence[Example], shape: ExampleShape, weights: Weights | None = None
 ) -> tuple[OfflineBatch, int, PackReport]:
     """The rows of one update, how many leading micro-batches hold any, and a report.
 
-    `aggregation` weighs the tokens of first answers (see `OfflineBatch`), from the counts of the whole update.
+    `weights` are `example_weights` of these examples, or those they have as part of more.
     Raises: ValueError when examples do not fit `shape`.
     """
+    weights = example_weights(examples) if weights is None else weights
     rows = best_fit([example.size for example in examples], shape.rows.length)
     if len(rows) > shape.rows.micro_batches * shape.rows.rows or max(map(len, rows)) > shape.examples:
         raise ValueError(f"{len(examples)} examples need {len(rows)} rows and do not fit {shape}: pack fewer")
     batch = empty_examples(shape)
-    token_weight_N = token_weights(np.array([e.answers[0].length for e in examples]), aggregation)
-    share_N = label_shares(np.array([e.desirable for e in examples]))
     targets = [sum(answer.length for i in row for answer in examples[i].answers) for row in rows]
     for (a, b), row in zip(places(targets, shape.rows), rows, strict=True):
         view = OfflineBatch(
             TrainBatch(*(field[a, b] for field in batch.rows)),
             ExampleFields(*(field[a, b] for field in batch.examples)),
         )
-        _write_row(view, [examples[i] for i in row], token_weight_N[row])
-        view.examples.weight[: len(row)] = 1 / len(examples)
-        view.examples.share[: len(row)] = share_N[row]
+        _write_row(view, [examples[i] for i in row], weights.token[row])
+        view.examples.weight[: len(row)] = weights.example[row]
+        view.examples.share[: len(row)] = weights.label[row]
     n_micro = math.ceil(len(rows) / shape.rows.rows)
     positions = n_micro * shape.rows.rows * shape.rows.length
     occupancy = np.count_nonzero(batch.rows.segments) / positions

@@ -26,6 +26,7 @@ Tree = Any
 # (params, micro-batch) -> what the loss reads
 Forward = Callable[[Tree, OfflineBatch], tuple[jax.Array, ...]]
 OfflineUpdate = Callable[[TrainState, OfflineBatch, Any, Any], tuple[TrainState, Scalars]]
+Evaluate = Callable[[Tree, OfflineBatch, Any, Any], Scalars]
 
 
 def language_model(graphdef: nnx.GraphDef, batch_shardings: OfflineBatch, chunk: int) -> Forward:
@@ -90,10 +91,7 @@ def make_offline_update(
     def update(
         state: TrainState, batch: OfflineBatch, constant: jax.Array, n_micro: jax.Array
     ) -> tuple[TrainState, Scalars]:
-        body = lambda i, total: jax.tree.map(jnp.add, total, gradient(state.params, micro(batch, i), constant))
-        shapes = jax.eval_shape(gradient, state.params, micro(batch, 0), constant)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        grads, metrics = lax.fori_loop(0, n_micro, body, zeros)
+        grads, metrics = _summed(lambda part: gradient(state.params, part, constant), batch, n_micro)
         state, moved = apply_gradients(optimizer, state, grads, n_micro > 0)
         return state, metrics | moved
 
@@ -103,6 +101,20 @@ def make_offline_update(
         donate_argnums=0,
         in_shardings=(shardings, batch_shardings, everywhere, everywhere),
         out_shardings=(shardings, everywhere),
+    )
+
+
+def make_evaluate(
+    forward: Forward, loss: OfflineLoss, *, params_shardings: Tree, batch_shardings: OfflineBatch
+) -> Evaluate:
+    """A jitted `evaluate(params, batch, constant, n_micro) -> metrics`: those of the loss, summed like an update's."""
+
+    def evaluate(params: Tree, batch: OfflineBatch, constant: jax.Array, n_micro: jax.Array) -> Scalars:
+        return _summed(lambda part: loss(forward(params, part), part, constant)[1], batch, n_micro)
+
+    everywhere = NamedSharding(batch_shardings.rows.target.mesh, PartitionSpec())
+    return jax.jit(
+        evaluate, in_shardings=(params_shardings, batch_shardings, everywhere, everywhere), out_shardings=everywhere
     )
 
 
@@ -125,3 +137,10 @@ def make_forward(
         in_shardings=(params_shardings, batch_shardings, everywhere),
         out_shardings=batch_shardings.rows.old_logp,
     )
+
+
+def _summed(one: Callable[[OfflineBatch], Tree], batch: OfflineBatch, n_micro: jax.Array) -> Tree:
+    """Σ one(micro-batch) over the first `n_micro`."""
+    shapes = jax.eval_shape(one, micro(batch, 0))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return lax.fori_loop(0, n_micro, lambda i, total: jax.tree.map(jnp.add, total, one(micro(batch, i))), zeros)

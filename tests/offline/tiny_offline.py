@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Decoder, abstract, split
-from jaxrl_post.training.offline_packing import example_shape, example_shardings, pack_examples
+from jaxrl_post.training.offline_packing import example_shape, example_shardings, example_weights, pack_examples
 from jaxrl_post.training.offline_update import language_model, make_forward, make_offline_update
 from jaxrl_post.training.optimizer import Optimizer
 from jaxrl_post.training.preference_loss import offline_loss
@@ -100,7 +100,7 @@ class Trainer:
 
     def step(self, params, examples, reference=None, constant=0.0, aggregation="token-mean"):
         """Parameters after one update, metrics, and how many micro-batches it took."""
-        batch, n_micro, _ = pack_examples(examples, self.shape, aggregation)
+        batch, n_micro, _ = pack_examples(examples, self.shape, example_weights(examples, aggregation))
         batch = place(batch, self.batch_shardings)
         if reference is not None:
             ref_logp = self._score(place(reference, self.shardings.params), batch, np.int32(n_micro))
