@@ -140,8 +140,7 @@ class Credit:
         options, coef = self._algorithm.kl, self._kl_coef
         if not self._algorithm.kl_in_reward:
             return None, {}
-        old = self._learner.old_logprobs(state, trajectories, phases)
-        reference = self._learner.reference_logprobs(trajectories, phases)
+        old, reference = self._learner.old_and_reference(state, trajectories, phases)
         width = self._job.config.rollout.max_new_tokens
         length_N = np.array([len(x) for x in old])
         mask_NR = np.arange(width)[None] < length_N[:, None]
