@@ -213,6 +213,7 @@ class OfflineConfig(Section):
     mesh: Mesh = Mesh()
     data: OfflineData
     algorithm: Annotated[Algorithm, Field(discriminator="kind")]
+    """What is learned from the rows of `data.path`; online methods take their prompts from `data.task` instead."""
     optimizer: Optimizer = Optimizer()
     training: OfflineTraining = OfflineTraining()
     checkpoint: Checkpoint = Checkpoint()
@@ -251,13 +252,13 @@ ONLINE_KINDS, OFFLINE_KINDS = _kinds(Config), _kinds(OfflineConfig)
 def config_class(tree: Any) -> type[Config] | type[OfflineConfig]:
     """Which of the two schemas a recipe is written in: the one that has its `algorithm.kind`.
 
-    A kind that neither has is taken for a misspelt offline one where `data.path`, which only they have, is given.
+    Where `data.path` is given, which only offline recipes have, no kind or an unknown one is taken for an offline one.
     """
     sections = tree if isinstance(tree, Mapping) else {}
     algorithm, data = (sections.get(name) or {} for name in ("algorithm", "data"))
     kind = algorithm.get("kind") if isinstance(algorithm, Mapping) else None
-    misspelt = isinstance(kind, str) and kind not in ONLINE_KINDS and isinstance(data, Mapping) and "path" in data
-    return OfflineConfig if kind in OFFLINE_KINDS or misspelt else Config
+    reads_rows = isinstance(data, Mapping) and "path" in data
+    return OfflineConfig if kind in OFFLINE_KINDS or (reads_rows and kind not in ONLINE_KINDS) else Config
 
 
 def defaults(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -112,9 +112,12 @@ def _text(detail: Any, keys: Keys, tree: dict[str, Any]) -> str:
     kind, value = detail["type"], detail["input"]
     if kind == "extra_forbidden":
         return _unknown(keys, value, tree)
-    if kind == "missing":
-        doc = fields_at(keys[:-1], tree)[keys[-1]].description
-        return f"required, and missing {_section(keys, tree)}" + (f" ({doc})" if doc else "")
+    if kind in ("missing", "union_tag_not_found"):
+        field = fields_at(keys[:-1], tree)[keys[-1]]
+        kinds, doc = _kinds(field), f" ({field.description})" if field.description else ""
+        if kinds:
+            return f"{'.'.join(keys)}.kind is required, and missing{doc}: give one of {', '.join(kinds)}"
+        return f"required, and missing {_section(keys, tree)}{doc}"
     if kind == "value_error":
         return str(detail["ctx"]["error"])
     if kind == "union_tag_invalid":
@@ -156,12 +159,13 @@ def _kinds_with(keys: Keys, tree: dict[str, Any]) -> list[str]:
     if len(keys) < 2:
         return []
     field = fields_at(keys[:-2], tree).get(keys[-2])
-    sections = _sections(field.annotation) if field else []
-    return [
-        _kind(section.model_fields)
-        for section in sections
-        if keys[-1] in section.model_fields and "kind" in section.model_fields
-    ]
+    return _kinds(field, keys[-1]) if field else []
+
+
+def _kinds(field: FieldInfo, key: str = "kind") -> list[str]:
+    """The kinds a section may be of, of those that have `key`; none where it has no `kind`."""
+    sections = [section.model_fields for section in _sections(field.annotation)]
+    return [_kind(fields) for fields in sections if key in fields and "kind" in fields]
 
 
 def _hint(detail: Any) -> str:

@@ -17,6 +17,7 @@ from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_post.loops.network import Network, build_network, decoder_params
 from jaxrl_post.models import scalar_head
 from jaxrl_post.models.decoder import Params
+from jaxrl_post.models.huggingface import open_checked
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.types_offline import Example
 
@@ -48,6 +49,8 @@ def build(config: OfflineConfig) -> OfflineJob:
         examples, held_out = hold_out(examples, config.data.held_out_fraction, config.seed)
     held_out = held_out[: config.evaluation.max_examples] if config.evaluation.enabled else []
     network = build_network(config, folder, tokenizer)
+    if folder is not None:
+        open_checked(folder, network.model)
     if config.data.max_tokens > network.model.max_positions:
         raise ValueError(
             f"data.max_tokens={config.data.max_tokens} exceeds the model's {network.model.max_positions} positions: "

@@ -1,5 +1,6 @@
 """Whole runs of the tiny recipes: exact resume, and a reward model that can be asked for scores afterwards."""
 
+import dataclasses
 import json
 import warnings
 from pathlib import Path
@@ -8,6 +9,8 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from models.tiny_models import BASE, draw
+from safetensors.numpy import load_file, save_file
 
 from jaxrl_post import recipes
 from jaxrl_post.checkpoint import Checkpointer
@@ -17,9 +20,11 @@ from jaxrl_post.data.preferences import load_examples
 from jaxrl_post.data.tokenizer import ByteTokenizer
 from jaxrl_post.loops.offline import run
 from jaxrl_post.models.decoder import abstract
+from jaxrl_post.models.huggingface_export import save_params
 from jaxrl_post.observe.metrics import read_metrics
 from jaxrl_post.recipes import RecipeError
 from jaxrl_post.rewards.model import RewardModel
+from launch.byte_tokenizer import write_byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "tiny"
@@ -71,6 +76,28 @@ def test_every_kind_has_a_recipe_that_loads():
 def test_offline_recipes_are_checked_by_their_own_schema(override, message):
     with pytest.raises(RecipeError, match=message):
         recipes.load(TINY / "dpo.yaml", [override])
+
+
+@pytest.mark.parametrize("algorithm", ["", "algorithm: {}\n", "algorithm: {beta: 0.2}\n"])
+def test_rows_without_a_kind_are_not_taken_for_prompts_of_an_online_run(tmp_path, algorithm):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {random: {}}\ndata: {path: rows.jsonl}\n" + algorithm, encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"algorithm\.kind is required, .*data\.path.*data\.task.*one of sft, dpo"):
+        recipes.load(recipe)
+
+
+def test_weights_that_do_not_fit_are_refused_before_anything_is_written(tmp_path):
+    shape = dataclasses.replace(BASE, vocab_size=264, tie_embeddings=True, max_positions=256)
+    save_params(tmp_path / "model", draw(shape), shape)
+    write_byte_tokenizer(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    lost = sorted(tensors)[3]
+    save_file({name: x for name, x in tensors.items() if name != lost}, file)
+    options = [f"run_dir={tmp_path / 'run'}", "model.random=null", f"model.path={tmp_path / 'model'}"]
+    with pytest.raises(ValueError, match=lost):
+        run(recipes.load(TINY / "dpo.yaml", [*ONE_DEVICE[:2], *options]))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_stopped_run_continues_bit_for_bit(tmp_path):
