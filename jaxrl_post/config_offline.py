@@ -191,6 +191,9 @@ class OfflineTraining(Section):
     """Token positions of a packed row; null is the longest example of the data, a pair's prompt counted once."""
     logprob_chunk: PositiveInt = 256
     """Target tokens per row whose logits exist at the same time."""
+    cache_reference: bool = False
+    """Score all examples by the reference before the first step, keep the scores in the run folder, and hold no second
+    copy of the weights."""
 
 
 class OfflineEvaluation(Section):
@@ -230,6 +233,16 @@ class OfflineConfig(Section):
             raise ValueError(
                 "data.examples_per_step=1: algorithm.kind=kto measures its reference point on prompts with each "
                 "other's answers, so it needs at least 2"
+            )
+        if self.training.cache_reference and not (
+            isinstance(self.algorithm, Referenced) and self.algorithm.kind != "kto"
+        ):
+            reason = (
+                "pairs prompts with answers of other examples" if self.algorithm.kind == "kto" else "has no reference"
+            )
+            raise ValueError(
+                f"training.cache_reference=true: algorithm.kind={self.algorithm.kind} {reason}, so there is nothing to "
+                "score beforehand: leave it false"
             )
         row = self.training.row_length
         if row is not None and row > self.training.tokens_per_microbatch:

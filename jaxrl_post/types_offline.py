@@ -46,6 +46,11 @@ class Example:
         """Columns of a row it takes."""
         return len(self.prompt_ids) + sum(len(answer.ids) for answer in self.answers)
 
+    @property
+    def targets(self) -> int:
+        """Trained tokens of all answers."""
+        return sum(answer.length for answer in self.answers)
+
 
 class ExampleFields(NamedTuple):
     """What a row says of its examples, [A, B, E]; zeros where a row has fewer.

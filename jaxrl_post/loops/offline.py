@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from jaxrl_post.data.stream import Stream
 from jaxrl_post.loops.measures import Metrics, speed_metrics
 from jaxrl_post.loops.offline_job import OfflineJob, build, initial_params
 from jaxrl_post.loops.offline_learner import OfflineLearner
+from jaxrl_post.loops.offline_reference import reference_scores
 from jaxrl_post.loops.run_folder import due, last_step, write_config
 from jaxrl_post.observe.compiles import CompileCounter
 from jaxrl_post.observe.metrics import METRICS, MetricsWriter
@@ -75,11 +77,13 @@ def _start(
     job: OfflineJob, checkpoints: Checkpointer, learner: OfflineLearner, stream: Stream[Example], done: int
 ) -> TrainState:
     """Weights from the model for a new run, from the checkpoint otherwise; the reference is the model in both."""
-    if not done or learner.needs_reference:
-        fresh = initial_params(job.network, job.config.seed)
-        learner.keep_reference(fresh)
+    fresh = functools.cache(lambda: initial_params(job.network, job.config.seed))
+    if job.config.training.cache_reference:
+        learner.keep_scores(reference_scores(job, learner, fresh))
+    elif learner.needs_reference:
+        learner.keep_reference(fresh())
     if not done:
-        return learner.start(fresh)
+        return learner.start(fresh())
     arrays, host = checkpoints.restore(done, learner.abstract_state()._asdict())
     stream.restore(host["data"])
     learner.restore(host)

@@ -1,6 +1,6 @@
 """The learning half of an offline step: from examples to new parameters, one update a step.
 
-Legend: A micro-batches, B rows, M targets, E examples of a row, S sequences of a row.
+Legend: A micro-batches, B rows, M targets of a row.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_post.config_offline import KTO, SFT
 from jaxrl_post.data.preferences import mismatched
 from jaxrl_post.loops.offline_job import OfflineJob
 from jaxrl_post.models.decoder import Params
-from jaxrl_post.objectives.preference import kto_reference_point
-from jaxrl_post.objectives.reductions import sequence_length, sequence_sum, weighted_sum
 from jaxrl_post.observe.progress import Phases
+from jaxrl_post.training.log_ratios import mean_ratio, reference_point
 from jaxrl_post.training.offline_packing import (
     ExampleShape,
     Weights,
@@ -25,6 +25,7 @@ from jaxrl_post.training.offline_packing import (
     example_shardings,
     example_weights,
     pack_examples,
+    unpack_targets,
 )
 from jaxrl_post.training.offline_update import (
     language_model,
@@ -75,6 +76,7 @@ class OfflineLearner:
         self._score = make_forward(forward, **placed)
         self._evaluate = make_evaluate(forward, loss, **placed)
         self._reference: Params | None = None
+        self._scores: dict[Example, np.ndarray] = {}
         self._shift = {"updates": 0, "mean": 0.0}
 
     @property
@@ -82,9 +84,17 @@ class OfflineLearner:
         return needs_reference(self._algorithm)
 
     def keep_reference(self, params: Params) -> None:
-        """Hold a copy of `params` (training layout) as π_ref, if the loss has one."""
-        if self.needs_reference:
-            self._reference = reshard(params, self._shardings.params)
+        """Hold a copy of `params` (training layout) as π_ref."""
+        self._reference = reshard(params, self._shardings.params)
+
+    def score(self, params: Params, examples: Sequence[Example]) -> list[np.ndarray]:
+        """Log-probs of each example's targets, float32; as many examples as an update has at most."""
+        batch, n_micro, _ = self._packed(examples)
+        return unpack_targets(np.asarray(self._score(params, batch, n_micro)), examples, self.shape)
+
+    def keep_scores(self, scores: dict[Example, np.ndarray]) -> None:
+        """What `score` gives for π_ref on every example there is, in place of a copy of its weights."""
+        self._scores = scores
 
     def start(self, params: Params) -> TrainState:
         """Fresh optimizer state around `params`, which it takes over (the first update donates them)."""
@@ -128,7 +138,7 @@ class OfflineLearner:
             others = list(self._parts(mismatched(examples, self._job.config.data.max_tokens), phases))
             scores = [self._score(params, batch, n_micro) for batch, n_micro in others]
             joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(batch for batch, _ in others))
-            constant = _reference_point(jnp.concatenate(scores), joined)
+            constant = reference_point(jnp.concatenate(scores), joined)
         parts = (self._evaluate(params, batch, constant, n_micro) for batch, n_micro in self._parts(examples, phases))
         measured = jax.device_get(list(parts))
         metrics = {name: sum(float(part[name]) for part in measured) for name in measured[0]}
@@ -156,7 +166,8 @@ class OfflineLearner:
     def _packed(
         self, examples: Sequence[Example], weights: Weights | None = None
     ) -> tuple[OfflineBatch, int, PackReport]:
-        batch, n_micro, report = pack_examples(examples, self.shape, weights or self._weights(examples))
+        known = [self._scores[example] for example in examples] if self._scores else None
+        batch, n_micro, report = pack_examples(examples, self.shape, weights or self._weights(examples), known)
         return place(batch, self._batch_shardings), n_micro, report
 
     def _referenced(self, batch: OfflineBatch, n_micro: int, phases: Phases) -> OfflineBatch:
@@ -174,40 +185,15 @@ class OfflineLearner:
             with phases("reference_point"):
                 others, count, _ = self._packed(mismatched(examples, self._job.config.data.max_tokens))
                 others = self._referenced(others, count, phases)
-                point = _reference_point(self._score(state.params, others, count), others)
+                point = reference_point(self._score(state.params, others, count), others)
                 return point, {"kl": float(point)}
         if needs_shift(self._algorithm):
             with phases("reference_point"):
-                ratio = float(_mean_ratio(self._score(state.params, batch, n_micro), batch))
+                ratio = float(mean_ratio(self._score(state.params, batch, n_micro), batch))
             n, mean = self._shift["updates"], self._shift["mean"]
             self._shift = {"updates": n + 1, "mean": mean + (reward_scale(self._algorithm) * ratio - mean) / (n + 1)}
             return jnp.float32(self._shift["mean"]), {"rewards/shift": self._shift["mean"]}
         return jnp.float32(0), {}
-
-
-@jax.jit
-def _reference_point(logp_ABM: jax.Array, batch: OfflineBatch) -> jax.Array:
-    return kto_reference_point(_sums(logp_ABM, batch), _sums(batch.rows.ref_logp, batch), _sums_live(batch))
-
-
-@jax.jit
-def _mean_ratio(logp_ABM: jax.Array, batch: OfflineBatch) -> jax.Array:
-    """Mean of log π_θ − log π_ref over all answers of all pairs."""
-    ratio_ABS = _sums(logp_ABM, batch) - _sums(batch.rows.ref_logp, batch)
-    ratio_ABE = (ratio_ABS[..., 0::2] + ratio_ABS[..., 1::2]) / 2
-    return weighted_sum(ratio_ABE, batch.examples.weight > 0, batch.examples.weight)
-
-
-def _sums(x_ABM: jax.Array, batch: OfflineBatch) -> jax.Array:
-    S = batch.examples.last.shape[-1]
-    return jax.vmap(lambda x, mask, sequence: sequence_sum(x, mask, sequence, S))(
-        x_ABM, batch.rows.mask, batch.rows.sequence
-    )
-
-
-def _sums_live(batch: OfflineBatch) -> jax.Array:
-    S = batch.examples.last.shape[-1]
-    return jax.vmap(lambda mask, sequence: sequence_length(mask, sequence, S))(batch.rows.mask, batch.rows.sequence) > 0
 
 
 def _shape(job: OfflineJob) -> ExampleShape:

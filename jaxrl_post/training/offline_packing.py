@@ -93,20 +93,20 @@ def example_weights(examples: Sequence[Example], aggregation: str = "token-mean"
 
 
 def pack_examples(
-    examples: Sequence[Example], shape: ExampleShape, weights: Weights | None = None
+    examples: Sequence[Example],
+    shape: ExampleShape,
+    weights: Weights | None = None,
+    ref_logp: Sequence[np.ndarray] | None = None,
 ) -> tuple[OfflineBatch, int, PackReport]:
     """The rows of one update, how many leading micro-batches hold any, and a report.
 
-    `weights` are `example_weights` of these examples, or those they have as part of more.
+    `weights` are `example_weights` of these examples, or those they have as part of more; `ref_logp` the reference's
+    log-probs of each example's targets, where they are known.
     Raises: ValueError when examples do not fit `shape`.
     """
     weights = example_weights(examples) if weights is None else weights
-    rows = best_fit([example.size for example in examples], shape.rows.length)
-    if len(rows) > shape.rows.micro_batches * shape.rows.rows or max(map(len, rows)) > shape.examples:
-        raise ValueError(f"{len(examples)} examples need {len(rows)} rows and do not fit {shape}: pack fewer")
-    batch = empty_examples(shape)
-    targets = [sum(answer.length for i in row for answer in examples[i].answers) for row in rows]
-    for (a, b), row in zip(places(targets, shape.rows), rows, strict=True):
+    batch, layout = empty_examples(shape), _layout(examples, shape)
+    for (a, b), row in layout:
         view = OfflineBatch(
             TrainBatch(*(field[a, b] for field in batch.rows)),
             ExampleFields(*(field[a, b] for field in batch.examples)),
@@ -114,10 +114,32 @@ def pack_examples(
         _write_row(view, [examples[i] for i in row], weights.token[row])
         view.examples.weight[: len(row)] = weights.example[row]
         view.examples.share[: len(row)] = weights.label[row]
-    n_micro = math.ceil(len(rows) / shape.rows.rows)
+        if ref_logp is not None:
+            known = np.concatenate([ref_logp[i] for i in row])
+            view.rows.ref_logp[: len(known)] = known
+    n_micro = math.ceil(len(layout) / shape.rows.rows)
     positions = n_micro * shape.rows.rows * shape.rows.length
     occupancy = np.count_nonzero(batch.rows.segments) / positions
-    return batch, n_micro, PackReport(len(examples) * shape.answers, 0, len(rows), sum(targets), occupancy)
+    targets = sum(example.targets for example in examples)
+    return batch, n_micro, PackReport(len(examples) * shape.answers, 0, len(layout), targets, occupancy)
+
+
+def unpack_targets(x_ABM: np.ndarray, examples: Sequence[Example], shape: ExampleShape) -> list[np.ndarray]:
+    """The values at each example's targets, of an array made from `pack_examples` of the same examples."""
+    parts: dict[int, np.ndarray] = {}
+    for (a, b), row in _layout(examples, shape):
+        ends = np.cumsum([examples[i].targets for i in row])
+        parts |= zip(row, np.split(x_ABM[a, b, : ends[-1]], ends[:-1]), strict=True)
+    return [parts[i] for i in range(len(examples))]
+
+
+def _layout(examples: Sequence[Example], shape: ExampleShape) -> list[tuple[tuple[int, int], list[int]]]:
+    """(micro-batch, row) and the examples of each row, in the order in which they and their targets stand there."""
+    rows = best_fit([example.size for example in examples], shape.rows.length)
+    if len(rows) > shape.rows.micro_batches * shape.rows.rows or max(map(len, rows)) > shape.examples:
+        raise ValueError(f"{len(examples)} examples need {len(rows)} rows and do not fit {shape}: pack fewer")
+    targets = [sum(examples[i].targets for i in row) for row in rows]
+    return list(zip(places(targets, shape.rows), rows, strict=True))
 
 
 def label_shares(desirable_N: np.ndarray) -> np.ndarray:

@@ -9,8 +9,8 @@ import pytest
 from tiny_offline import TINY, Trainer, alone, answer, assert_trees_close, draw, row_logprobs, tiny_params
 
 from jaxrl_post import config_offline as kinds
-from jaxrl_post.loops.offline_learner import _mean_ratio, _reference_point
 from jaxrl_post.models import scalar_head
+from jaxrl_post.training.log_ratios import mean_ratio, reference_point
 from jaxrl_post.training.offline_packing import example_shape, pack_examples
 from jaxrl_post.types_offline import Example
 
@@ -179,9 +179,9 @@ def test_constants_of_the_whole_update():
     logp, ref = (rng.normal(1, 1, batch.rows.target.shape).astype(np.float32) for _ in range(2))
     batch = batch._replace(rows=batch.rows._replace(ref_logp=ref))
     gap = ((logp.astype(np.float64) - ref) * batch.rows.mask).sum()
-    np.testing.assert_allclose(_mean_ratio(logp, batch), gap / 8, rtol=1e-5)
-    np.testing.assert_allclose(_reference_point(logp, batch), max(gap / 8, 0), rtol=1e-5)
-    np.testing.assert_allclose(_reference_point(-logp, batch._replace(rows=batch.rows._replace(ref_logp=-ref))),
+    np.testing.assert_allclose(mean_ratio(logp, batch), gap / 8, rtol=1e-5)
+    np.testing.assert_allclose(reference_point(logp, batch), max(gap / 8, 0), rtol=1e-5)
+    np.testing.assert_allclose(reference_point(-logp, batch._replace(rows=batch.rows._replace(ref_logp=-ref))),
                                max(-gap / 8, 0), rtol=1e-5)  # fmt: skip
     assert gap != 0
 
