@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from jaxrl_post.config_algorithms import GRPO, PolicyAlgorithm, PolicyMethod
 from jaxrl_post.config_base import Count, Fraction, NonNegative, Section, default_kind
+from jaxrl_post.config_distillation import Distillation
 from jaxrl_post.config_model import Model as Model
 from jaxrl_post.config_model import RandomModel as RandomModel
 from jaxrl_post.config_optimizer import Optimizer
@@ -175,7 +176,7 @@ class Rollout(Section):
     """Free slots awaited before a refill; a multiple or a divisor of `samples_per_prompt`; null chooses."""
 
 
-Algorithm = Annotated[PolicyAlgorithm | PPO, Field(discriminator="kind"), default_kind("grpo")]
+Algorithm = Annotated[PolicyAlgorithm | PPO | Distillation, Field(discriminator="kind"), default_kind("grpo")]
 
 
 class Training(Section):

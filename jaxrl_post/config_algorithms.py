@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from jaxrl_post.config_base import Aggregation, NonNegative, Positive, Section, default_kind
+from jaxrl_post.config_teachers import Taught, TaughtAdvantage
 
 Estimator = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "pass_at_k", "maxrl", "gpg", "lite_ppo"
@@ -164,6 +165,8 @@ class PolicyMethod(Section):
     """
     off_policy_mask: NonNegative | None = None
     """Drop sequences with A < 0 whose mean of log π_old − log π_θ exceeds this (arXiv:2512.02556 uses 1e-4)."""
+    distillation: TaughtAdvantage | None = None
+    """Take coef · (log π_old − log π_teacher) of each token from its advantage; null has no teacher."""
 
     @model_validator(mode="after")
     def _policy_options(self) -> PolicyMethod:
@@ -179,7 +182,17 @@ class PolicyMethod(Section):
                 f"sampler weighs by π_θ/π_sampler, which the loss of kind {self.kind} already has as its ratio: set "
                 "algorithm.old_logprobs=trainer, or a correction that only drops (geometric, kl_rejection)"
             )
+        if self.distillation and not self.distillation.reward_weight and self.filter_groups:
+            raise ValueError(
+                "algorithm.distillation.reward_weight=0 learns from groups whose rewards are all equal, and "
+                "algorithm.filter_groups drops them: set algorithm.filter_groups to null"
+            )
         return self
+
+    @property
+    def taught(self) -> Taught | None:
+        """Who the policy is distilled from."""
+        return self.distillation
 
     @property
     def kl_in_loss(self) -> bool:

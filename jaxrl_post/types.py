@@ -21,15 +21,25 @@ class StopReason(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True)
+class Lesson:
+    """Which teacher (by number) grades the answers to a prompt, and the prompt that it sees; None: the student's."""
+
+    teacher: int = 0
+    prompt_ids: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Prompt:
     """One task row ready to be sampled from.
 
-    `ids` are the token ids the model sees, `text` what they spell, `row` the task's own fields (`answer`, …).
+    `ids` are the token ids the model sees, `text` what they spell, `row` the task's own fields (`answer`, …). Where the
+    student has teachers, `lesson` is what one of them makes of it.
     """
 
     ids: tuple[int, ...]
     text: str
     row: dict[str, Any]
+    lesson: Lesson = Lesson()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +74,7 @@ class Trajectory:
     `advantage` is one number for the whole response or float32 [n], one for each token. Samples with the same `group`
     share `prompt_ids`. `train` False keeps it out of the loss (and its denominators). `value` and `value_target`,
     float32 [n], are for a critic: what it said of each token's state at sampling time, and what it should have said.
+    `lesson` is its prompt's.
     """
 
     group: int
@@ -74,6 +85,7 @@ class Trajectory:
     train: bool = True
     value: np.ndarray | None = None
     value_target: np.ndarray | None = None
+    lesson: Lesson = Lesson()
 
 
 class TrainBatch(NamedTuple):
@@ -104,3 +116,25 @@ class TrainBatch(NamedTuple):
     old_logp: Any
     ref_logp: Any
     rollout_logp: Any
+
+
+class TeacherView(NamedTuple):
+    """What teachers read of packed rows. Targets lie where they do in the `TrainBatch`; prompts may be others.
+
+    Per position, [A, B, T]: tokens, positions, segments, branches, as there. Per target, [A, B, M] int32: source, the
+    column whose hidden state predicts the target; teacher, the number of the one that grades it.
+    """
+
+    tokens: Any
+    positions: Any
+    segments: Any
+    branches: Any
+    source: Any
+    teacher: Any
+
+
+class TaughtBatch(NamedTuple):
+    """Rows of one optimizer update as the student reads them, and as its teachers do."""
+
+    rows: TrainBatch
+    view: TeacherView

@@ -27,8 +27,8 @@ from jaxrl_post.rollout.sampler import Rollout
 from jaxrl_post.training.logprobs import target_stats
 from jaxrl_post.training.loss import policy_loss, summarize
 from jaxrl_post.training.packing import PackShape, pack
-from jaxrl_post.training.surrogate import sampler_metrics
-from jaxrl_post.types import Completion, Prompt, StopReason
+from jaxrl_post.training.surrogate import sampler_metrics, weighed_advantage
+from jaxrl_post.types import Completion, Prompt, StopReason, Trajectory
 
 TINY = Path(__file__).parent.parent / "configs" / "tiny"
 # The numbers of one step: 3 groups of 4, the last without signal; responses of up to 16 tokens.
@@ -36,6 +36,10 @@ LENGTHS = [3, 16, 14, 5, 1, 7, 2, 4, 6, 6, 3, 2]
 REWARDS = np.array([1.0, 0.0, 0.5, 0.25, 0.0, 2.0, 1.0, 1.5, 0.5, 0.5, 0.5, 0.5])
 GROUPS = np.repeat(np.arange(3), 4)
 GREEDY = np.array([0.75, 1.0, 0.25])  # of each group's prompt
+# The rewards are the sum of two heads with weights; the second is missing for sample 6, and none tells group 2 apart.
+WEIGHTS = (1.0, 0.5)
+SECOND = np.array([3.0, 1.0, 1.0, 2.0, 0.0, 0.0, np.nan, 1.0, 7.0, 7.0, 7.0, 7.0])
+HEADS = np.stack([REWARDS - 0.5 * np.nan_to_num(SECOND), SECOND], axis=1)
 LIMIT, ENTROPY, N = 16, 1.5, len(LENGTHS)
 SHAPE = PackShape(rows=3, length=64, targets=64, micro_batches=1)
 rng = np.random.default_rng(7)
@@ -60,15 +64,24 @@ def credit_of(config, old=None, reference=None):
         config=config,
         prompt_width=8,
         tokenizer=SimpleNamespace(decode=lambda ids: ""),
-        reward=lambda responses: scores(np.array([GREEDY[r.prompt.row["group"]] for r in responses])),
+        reward=GreedyReward(),
     )
     sampler = SimpleNamespace(generate=lambda params, ids, options, **_: greedy)
-    learner = SimpleNamespace(old_and_reference=lambda state, trajectories, phases: (old, reference))
+    learner = SimpleNamespace(
+        old_logprobs=lambda state, trajectories, phases: old,
+        reference_logprobs=lambda trajectories, phases: reference,
+    )
     return Credit(job, sampler, learner)
 
 
-def scores(rewards):
-    return Scores(rewards, rewards[:, None])
+class GreedyReward:
+    """Two heads with weights; GREEDY is their sum."""
+
+    weights = WEIGHTS
+
+    def __call__(self, responses):
+        greedy = np.array([GREEDY[response.prompt.row["group"]] for response in responses])
+        return Scores(greedy, np.stack([greedy, 0 * greedy], axis=1))
 
 
 def samples(has_signal=(True, True, True)):
@@ -77,7 +90,7 @@ def samples(has_signal=(True, True, True)):
         Completion(int(g), np.arange(n, dtype=np.int32), old, old, StopReason.LENGTH if n == LIMIT else StopReason.STOP)
         for g, n, old in zip(GROUPS, LENGTHS, OLD, strict=True)
     ]
-    return Samples(prompts, Rollout(completions, (1,), (1,)), [""] * N, scores(REWARDS), np.array(has_signal))
+    return Samples(prompts, Rollout(completions, (1,), (1,)), [""] * N, Scores(REWARDS, HEADS), np.array(has_signal))
 
 
 def packed(trajectories, algorithm, values):
@@ -145,7 +158,19 @@ def overlong(buffer, factor):
     return np.array([min(-(n - (LIMIT - buffer)) / buffer * factor, 0.0) for n in LENGTHS])
 
 
+def gdpo():
+    """Each head by its own group's present mean and standard deviation, weighed, over the batch's deviation."""
+    total = np.zeros(N)
+    for head, weight in zip(HEADS.T, WEIGHTS, strict=True):
+        for g in range(3):
+            r = head[members(g)]
+            scaled = (r - np.nanmean(r)) / (np.nanstd(r, ddof=1) + 1e-6)
+            total[members(g)] += weight * np.nan_to_num(scaled)
+    return (total - total.mean()) / (total.std(ddof=1) + 1e-6)
+
+
 ADVANTAGES = {
+    "gdpo": gdpo,
     "grpo": grpo_advantage,
     "dr_grpo": centred,
     "rloo": lambda: per_group(leave_one_out),
@@ -235,7 +260,7 @@ def expected_terms(kind, advantages=None):
 
 
 KINDS = ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo"]
-KINDS += ["pass_at_k", "maxrl", "lite_ppo", "gpg", "dapo", *(k for k in SURROGATES if k not in ("gpg", "dapo"))]
+KINDS += ["pass_at_k", "gdpo", "maxrl", "lite_ppo", "gpg", "dapo", *(k for k in SURROGATES if k not in ("gpg", "dapo"))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -279,9 +304,15 @@ def test_variants_of_a_method(kind, override, surrogate):
     np.testing.assert_allclose(library_loss(load(kind, override))[0], expected, rtol=3e-5)
 
 
-@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo", "pass_at_k", "maxrl", "gpg", "lite_ppo"])
+PARTS = "{a: {reward: {kind: last_number}}, b: {weight: 0.5, reward: {kind: exact_match}}}"
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo", "pass_at_k", "maxrl", "gpg", "lite_ppo", "gdpo"])
 def test_a_surrogate_takes_any_estimator(name):
-    trajectories, _ = credit_of(load("cispo", f"algorithm.advantage={name}")).assign(samples(), None, None, Phases())
+    reward = f"reward={{kind: weighted, parts: {PARTS}}}"
+    trajectories, _ = credit_of(load("cispo", f"algorithm.advantage={name}", reward)).assign(
+        samples(), None, None, Phases()
+    )
     np.testing.assert_allclose([t.advantage for t in trajectories], ADVANTAGES[name](), rtol=1e-5, atol=1e-6)
 
 
@@ -405,6 +436,53 @@ def test_a_correction_weighs_by_trainer_over_sampler_and_leaves_the_denominator(
     np.testing.assert_allclose(value, reduced(terms, "token"), rtol=3e-5)
     dropped = summarize(tally)["rollout_corr/rollout_rs_masked_fraction"]
     np.testing.assert_allclose(dropped, np.mean(np.concatenate(weights(correction)) == 0), rtol=1e-5, atol=1e-7)
+
+
+def test_three_policies_by_hand():
+    """w_behaviour · max(−A·u, −A·clip(u)): u = π_θ/π_old in the clip, w = π_old/π_sampler truncated at 2 before it."""
+    config = recipes.load(TINY / "decoupled_ppo.yaml")
+    p = {"sampler": [[0.5, 0.1], [0.4, 0.5]], "old": [[0.4, 0.3], [0.2, 0.5]], "new": [[0.5, 0.15], [0.3, 0.2]]}
+    logp = {name: [np.log(np.array(row, np.float32)) for row in rows] for name, rows in p.items()}
+    ids = np.array([5, 6], np.int32)
+    trajectories = [Trajectory(0, (1, 2), ids, old, a) for old, a in zip(logp["old"], (1.0, -1.0), strict=True)]
+    batch, new_BM = packed(trajectories, config.algorithm, logp["new"])
+    _, sampler_BM = packed(trajectories, config.algorithm, logp["sampler"])
+    batch = batch._replace(rollout_logp=sampler_BM)
+    loss = policy_loss(config.algorithm, num_sequences=2)
+    # A=1: w 0.8, u 1.25 clipped to 1.2; w 3 cut to 2, u 0.5. A=-1: w 0.5, u 1.5 unclipped; w 1, u 0.4 clipped to 0.8.
+    expected = (0.8 * -1.2 + 2 * -0.5 + 0.5 * 1.5 + 1 * 0.8) / 4
+    for transform in (lambda f: f, jax.jit):
+        value, _ = transform(loss)(new_BM, jnp.zeros(new_BM.shape), batch)
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("correction", ["{kind: token_tis, high: 1.1", "{kind: sequence_tis, high: 1.5"])
+@pytest.mark.parametrize("split", [1, 3])
+def test_batch_normalised_weights_average_one_however_the_update_is_split(correction, split):
+    """Rows of the update as one micro-batch of three, or as three of one."""
+    config = load(
+        "grpo", "algorithm.old_logprobs=trainer", f"algorithm.correction={correction}, batch_normalize: true}}"
+    )
+    trajectories, _ = credit_of(config).assign(samples(), None, None, Phases())
+    assert config.algorithm.keeps_zero_advantage
+    batch, new_BM = packed(trajectories, config.algorithm, NEW)
+    _, sampler_BM = packed(trajectories, config.algorithm, SAMPLER)
+    batch = batch._replace(rollout_logp=sampler_BM)
+    cut = lambda x: jnp.asarray(x).reshape(split, 3 // split, *x.shape[1:])
+    whole = jax.tree.map(cut, batch)
+    advantage = weighed_advantage(config.algorithm, N)(whole)
+    loss = policy_loss(config.algorithm, num_sequences=N)
+    zeros = jnp.zeros(new_BM.shape)
+    parts = [
+        loss(cut(new_BM)[i], cut(zeros)[i], jax.tree.map(lambda x, i=i: x[i], whole._replace(advantage=advantage)))[0]
+        for i in range(split)
+    ]
+    w = weights(f"{correction}}}")
+    mean = np.mean([x[0] for x in w]) if "sequence" in correction else np.concatenate(w).mean()
+    terms = [term * x / mean for term, x in zip(expected_terms("grpo"), w, strict=True)]
+    np.testing.assert_allclose(sum(parts), reduced(terms, "token"), rtol=3e-5)
+    measured = sampler_metrics(config.algorithm, N)(whole)
+    np.testing.assert_allclose(measured["rollout_corr/rollout_is_batch_norm_factor"], mean, rtol=1e-5)
 
 
 def test_without_a_trainers_forward_pass_the_policy_of_the_update_is_weighed():

@@ -38,7 +38,7 @@ def prepare(
     """
     if data.system_prompt is not None and not data.chat:
         raise ValueError("data.system_prompt needs a chat template: set data.chat=true, or put it into the prompts")
-    prompts = [_prompt(row, tokenizer, data, f"{source}, row {number}") for number, row in enumerate(rows)]
+    prompts = [prompt_of(row, tokenizer, data, f"{source}, row {number}") for number, row in enumerate(rows)]
     if not prompts:
         raise ValueError(f"{source} has no rows: 0 read, 0 dropped. Give a task with rows")
     kept = [prompt for prompt in prompts if len(prompt.ids) <= data.max_prompt_tokens]
@@ -52,7 +52,8 @@ def prepare(
     return kept, Report(len(prompts), len(kept), dropped, data.max_prompt_tokens, min(lengths), max(lengths))
 
 
-def _prompt(row: Row, tokenizer: Tokenizer, data: config.Data, where: str) -> Prompt:
+def prompt_of(row: Row, tokenizer: Tokenizer, data: config.Data, where: str) -> Prompt:
+    """The row tokenised. Raises: ValueError, beginning with `where`."""
     try:
         text = tokenizer.render_chat(_messages(row, data.system_prompt)) if data.chat else _plain_text(row)
         ids = tokenizer.encode(text, add_bos=not data.chat and tokenizer.adds_bos)

@@ -48,6 +48,9 @@ class Tokenizer(Protocol):
     def encode_chat(self, messages: list[Message]) -> list[int]:
         """Ids of a conversation up to the assistant's turn."""
 
+    def vocabulary(self) -> dict[str, int]:
+        """Id of every token, by its name in the tokenizer's files: what tells vocabularies apart."""
+
 
 def load_tokenizer(folder: str | Path | None) -> Tokenizer:
     """The tokenizer of a Hugging Face folder, or the byte tokenizer for None."""
@@ -98,6 +101,9 @@ class FolderTokenizer:
 
     def encode_chat(self, messages: list[Message]) -> list[int]:
         return self.encode(self.render_chat(messages))
+
+    def vocabulary(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab(with_added_tokens=True)
 
     @functools.cached_property
     def _render(self) -> Callable[..., str]:
@@ -157,6 +163,9 @@ class ByteTokenizer:
 
     def encode_chat(self, messages: list[Message]) -> list[int]:
         return self.encode(self.render_chat(messages))
+
+    def vocabulary(self) -> dict[str, int]:
+        return {f"<0x{i:02X}>": i for i in range(256)} | {name.decode(): i for i, name in self._names.items()}
 
 
 def _with_bos(tokenizer: Tokenizer, add_bos: bool) -> list[int]:

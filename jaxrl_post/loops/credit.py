@@ -1,6 +1,7 @@
 """Credit: from a step's rewards to the advantage of each sample, or of each of its tokens.
 
-Rewards are shaped first (length punishment, KL to the reference), then a method's estimator compares them.
+Rewards are shaped first (length punishment, KL to the reference), then a method's estimator compares them, then a
+teacher may grade each token.
 P prompts a step, G samples each, N = P·G samples, R = rollout.max_new_tokens.
 """
 
@@ -16,12 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_post.config_algorithms import DAPO, GPG, GRPO, Overlong, PolicyMethod, ReinforcePlusPlus, ReMax, Surrogate
+from jaxrl_post.config_distillation import Distillation
 from jaxrl_post.config_ppo import PPO
 from jaxrl_post.loops.critic import Critic
 from jaxrl_post.loops.gather import Samples, grade, sample_greedily
 from jaxrl_post.loops.job import Job
 from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.measures import Metrics
+from jaxrl_post.loops.taught_advantage import TaughtAdvantages
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.objectives import advantages, kl, overlong, returns
 from jaxrl_post.observe.progress import Phases
@@ -54,8 +57,15 @@ Assign = Callable[[Sequence[Trajectory], Signals, Phases], tuple[list[Trajectory
 class Credit:
     """Assigns advantages step by step; its only state is the coefficient of an adaptive KL."""
 
-    def __init__(self, job: Job, sampler: Sampler, learner: Learner, critic: Critic | None = None):
-        self._job, self._sampler, self._learner = job, sampler, learner
+    def __init__(
+        self,
+        job: Job,
+        sampler: Sampler,
+        learner: Learner,
+        critic: Critic | None = None,
+        taught: TaughtAdvantages | None = None,
+    ):
+        self._job, self._sampler, self._learner, self._taught = job, sampler, learner, taught
         self._algorithm = job.config.algorithm
         self._assign = (
             _by_critic(critic) if critic else _by_estimate(self._algorithm, job.config.rollout.max_new_tokens)
@@ -74,6 +84,9 @@ class Credit:
         penalty_NR, metrics = self._kl_penalty(bare, state, phases)
         signals = self._signals(samples, greedy_N, penalty_NR)
         trajectories, assigned = self._assign(bare, signals, phases)
+        if self._taught:
+            trajectories, measured = self._taught.assign(trajectories, state, phases)
+            assigned |= measured
         return trajectories, metrics | assigned | self._reward_metrics(signals)
 
     def state(self) -> dict[str, float]:
@@ -140,7 +153,8 @@ class Credit:
         options, coef = self._algorithm.kl, self._kl_coef
         if not self._algorithm.kl_in_reward:
             return None, {}
-        old, reference = self._learner.old_and_reference(state, trajectories, phases)
+        old = self._learner.old_logprobs(state, trajectories, phases)
+        reference = self._learner.reference_logprobs(trajectories, phases)
         width = self._job.config.rollout.max_new_tokens
         length_N = np.array([len(x) for x in old])
         mask_NR = np.arange(width)[None] < length_N[:, None]
@@ -177,6 +191,8 @@ def estimator(algorithm: PolicyMethod, max_new_tokens: int) -> Estimate:
     match algorithm:
         case ReinforcePlusPlus(gamma=gamma):
             return functools.partial(_reinforce_plus_plus, gamma=gamma, width=max_new_tokens)
+        case Distillation():
+            return lambda s: jnp.zeros_like(s.reward_N)
         case ReMax():
             return lambda s: advantages.remax(s.reward_N, s.greedy_N)
         case GRPO(normalize_by_std=by_std):
@@ -231,6 +247,7 @@ def to_trajectories(samples: Samples, drop_truncated: bool) -> list[Trajectory]:
             response_ids=c.ids,
             logp=c.logp,
             advantage=0.0,
+            lesson=samples.prompts[c.prompt].lesson,
             train=bool(samples.has_signal_P[c.prompt]) and not (drop_truncated and c.stop is StopReason.LENGTH),
         )
         for c in samples.rollout.completions

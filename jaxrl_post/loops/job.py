@@ -15,10 +15,12 @@ from jax.sharding import Mesh
 
 from jaxrl_post import rewards
 from jaxrl_post.config import Config
+from jaxrl_post.data.lessons import with_lessons
 from jaxrl_post.data.prompts import prepare
 from jaxrl_post.data.tasks import load_task
 from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl_post.loops.network import decoder_params, mesh_of, model_config
+from jaxrl_post.loops.network import Network, decoder_params, mesh_of, model_config
+from jaxrl_post.loops.teachers import Teacher, build_teachers
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Params, abstract
 from jaxrl_post.models.huggingface import open_checked
@@ -48,6 +50,7 @@ class Job:
     train_prompts: list[Prompt]
     held_out: list[Prompt]
     task_name: str
+    teachers: tuple[Teacher, ...] = ()
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -58,6 +61,12 @@ class Job:
         """Columns for prompts, one for the whole run: the longest prompt, up to a multiple of 8 within the limit."""
         longest = max(len(prompt.ids) for prompt in (*self.train_prompts, *self.held_out))
         return min(-(-longest // 8) * 8, self.config.data.max_prompt_tokens)
+
+    @property
+    def lesson_width(self) -> int:
+        """Columns for prompts where teachers see prompts of their own."""
+        seen = (len(prompt.lesson.prompt_ids or ()) for prompt in self.train_prompts)
+        return max(self.prompt_width, -(-max(seen) // 8) * 8)
 
     def shardings(self, rules: str) -> Tree:
         return tree_shardings(self.axes, self.abstract_params, {"train": TRAIN, "rollout": ROLLOUT}[rules], self.mesh)
@@ -73,6 +82,8 @@ def build(config: Config) -> Job:
     train_prompts, report = prepare(task.train, tokenizer, config.data, "data.task")
     if report.too_long:
         log.warning("%d of %d prompts are over data.max_prompt_tokens and were dropped", report.too_long, report.rows)
+    taught = config.algorithm.taught
+    train_prompts = with_lessons(train_prompts, taught, tokenizer, config.data) if taught else train_prompts
     held_out = prepare(task.held_out, tokenizer, config.data, "held-out rows")[0] if task.held_out else []
     held_out = held_out[: config.evaluation.max_prompts]
     model = model_config(config, folder, tokenizer.vocab_size)
@@ -80,11 +91,14 @@ def build(config: Config) -> Job:
     reward = rewards.build(config.reward, _setting(config, tokenizer, model, (*train_prompts, *held_out)))
     reward.check_rows([prompt.row for prompt in (*train_prompts, *held_out)])
     graphdef, abstract_params, axes = abstract(model)
+    mesh = mesh_of(config)
+    network = Network(folder, model, graphdef, abstract_params, axes, mesh, has_head=False)
     job = Job(
-        config, folder, model, graphdef, abstract_params, axes, mesh_of(config), tokenizer, reward, train_prompts,
-        held_out, task.name,
+        config, folder, model, graphdef, abstract_params, axes, mesh, tokenizer, reward, train_prompts, held_out,
+        task.name, build_teachers(taught, network, config.seed, tokenizer),
     )  # fmt: skip
     _check_vocabulary(job)
+    _check_lessons(job)
     job.shardings("train"), job.shardings("rollout")  # refuse sizes that do not divide before anything is loaded
     if folder is not None:
         open_checked(folder, model)
@@ -138,3 +152,15 @@ def _check_positions(config: Config, model: ModelConfig) -> None:
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_new_tokens="
             f"{config.rollout.max_new_tokens} = {asked} exceed the model's {model.max_positions} positions: lower one"
         )
+
+
+def _check_lessons(job: Job) -> None:
+    """Where teachers see prompts of their own, these and a response must lie within a teacher's positions."""
+    for prompt in job.train_prompts if job.teachers else []:
+        teacher = job.teachers[prompt.lesson.teacher]
+        seen, limit = len(prompt.lesson.prompt_ids or prompt.ids), teacher.network.model.max_positions
+        if seen + job.config.rollout.max_new_tokens > limit:
+            raise ValueError(
+                f"teacher {teacher.name!r} sees {seen} tokens before the answer to {prompt.text[:80]!r}; with "
+                f"rollout.max_new_tokens={job.config.rollout.max_new_tokens} that exceeds its {limit} positions"
+            )

@@ -5,19 +5,22 @@ P prompts a step, G samples each; A micro-batches, B rows, M targets of an updat
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxrl_post.config_distillation import Distillation
 from jaxrl_post.loops.job import Job
+from jaxrl_post.loops.taught_update import TaughtUpdate, numbered
+from jaxrl_post.loops.teachers import NO_TEACHERS, Teachers
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.observe.progress import Phases
-from jaxrl_post.training.loss import policy_loss
+from jaxrl_post.training.loss import Scalars, policy_loss
 from jaxrl_post.training.optimizer import make_optimizer
-from jaxrl_post.training.packing import PackShape, pack, pack_shape
+from jaxrl_post.training.packing import PackReport, PackShape, pack, pack_shape
 from jaxrl_post.training.state import TrainState, init_state, restorable_state, state_shardings
 from jaxrl_post.training.surrogate import sampler_metrics
 from jaxrl_post.training.update import batch_shardings, make_score, make_update
@@ -32,26 +35,36 @@ FIRST_UPDATE = ("training/rollout_probs_diff", "rollout_corr/")  # sampler again
 class Learner:
     """The compiled update and scoring programs of a run, and the frozen reference policy where a KL asks for one."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, teachers: Teachers = NO_TEACHERS):
         """Holds no weights yet. Raises: ValueError when a custom loss cannot be had."""
         config, algorithm = job.config, job.config.algorithm
         self._job = job
         self._optimizer = make_optimizer(config.optimizer, config.steps, algorithm.epochs * algorithm.mini_batches)
         self._shardings = state_shardings(job.abstract_params, job.axes, self._optimizer, job.mesh)
-        self.shape = update_shape(job, config.rollout.max_new_tokens)
+        self._lessons = isinstance(algorithm, Distillation)  # teachers' prompts lie in the same rows
+        self.shape = update_shape(job, config.rollout.max_new_tokens, self._lessons)
         self._batch_shardings = batch_shardings(self.shape, job.mesh)
         num_sequences = _num_sequences(job, self.shape)
         temperature, chunk = config.rollout.temperature, config.training.logprob_chunk
-        self._update = make_update(
-            job.graphdef,
-            self._optimizer,
-            policy_loss(algorithm, num_sequences),
-            shardings=self._shardings,
-            batch_shardings=self._batch_shardings,
-            temperature=temperature,
-            chunk=chunk,
-            entropy_gradient=algorithm.entropy_coef > 0,
-        )
+        self._update: Callable[[TrainState, Any, Any], tuple[TrainState, Scalars, jax.Array]]
+        # (trajectories, their batch) -> what the update reads
+        self._complete: Callable[[Sequence[Trajectory], TrainBatch], Any]
+        if isinstance(algorithm, Distillation):
+            taught = TaughtUpdate(job, algorithm, teachers, self.shape, self._optimizer, self._shardings)
+            pack_all = lambda numbered: self._pack(numbered, keep_all=True)[0]
+            self._update, self._complete = taught, functools.partial(taught.attach, pack=pack_all)
+        else:
+            self._update = make_update(
+                job.graphdef,
+                self._optimizer,
+                policy_loss(algorithm, num_sequences),
+                shardings=self._shardings,
+                batch_shardings=self._batch_shardings,
+                temperature=temperature,
+                chunk=chunk,
+                entropy_gradient=algorithm.entropy_coef > 0,
+            )
+            self._complete = lambda _, batch: batch
         self._score = make_score(
             job.graphdef,
             params_shardings=self._shardings.params,
@@ -94,13 +107,14 @@ class Learner:
         rows: list[Metrics] = []
         scored = algorithm.old_logprobs == "trainer"
         measured = self._measured_mismatch([batch for batch, n_micro in batches if n_micro and scored])
+        whole = [self._complete(mini, batch) for mini, (batch, _) in zip(minis, batches, strict=True)]
         with phases("update_actor"):
             for _ in range(algorithm.epochs):
-                for batch, n_micro in batches:
+                for (batch, n_micro), completed in zip(batches, whole, strict=True):
                     if n_micro == 0:  # no group has signal: even the optimizer's passes are saved
                         state = state._replace(step=state.step + 1)
                         continue
-                    state, metrics, logp = self._update(state, batch, n_micro)
+                    state, metrics, logp = self._update(state, completed, n_micro)
                     measured = measured or self._measured_mismatch([batch._replace(old_logp=logp)])
                     rows.append(floats(metrics))
         reports = [report for *_, report in packed]
@@ -110,36 +124,31 @@ class Learner:
             "training/micro_batches": sum(n_micro for _, n_micro in batches),
         }
 
-    def old_and_reference(
-        self, state: TrainState, trajectories: Sequence[Trajectory], phases: Phases
-    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """log π_old and log π_ref of each sampled token, a float32 [n] for each trajectory; for a KL in the reward.
+    def old_logprobs(self, state: TrainState, trajectories: Sequence[Trajectory], phases: Phases) -> list[np.ndarray]:
+        """log π_old of each sampled token, a float32 [n] for each trajectory, [0] for one that is not trained on.
 
-        A trajectory that is not trained on gives [0] arrays. With old_logprobs=trainer π_old is scored here, and once
-        more for the update.
+        With old_logprobs=trainer it is scored here, and once more for the update.
         """
-        old, reference = [], []
+        if self._job.config.algorithm.old_logprobs == "sampler":
+            return [t.logp[: len(t.response_ids) * t.train] for t in trajectories]
+        with phases("old_log_prob"):
+            return self._scored_tokens(state.params, trajectories)
+
+    def reference_logprobs(self, trajectories: Sequence[Trajectory], phases: Phases) -> list[np.ndarray]:
+        """log π_ref of each sampled token, as `old_logprobs`."""
+        with phases("ref"):
+            return self._scored_tokens(self._reference, trajectories)
+
+    def _scored_tokens(self, params: Params | None, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
+        found = []
         for mini in mini_batches(trajectories, self._job.config.algorithm.mini_batches):
-            # Each target carries its trajectory's number in place of an advantage, to find its way back.
-            numbered = [dataclasses.replace(t, advantage=float(i)) for i, t in enumerate(mini, start=1)]
-            batch, n_micro, _ = self._pack(numbered, keep_all=True)
-            placed = self._scored(state, batch, n_micro, phases)
-            with phases("ref"):
-                reference_ABM = jax.device_get(self._score(self._reference, placed, n_micro))
-            old += by_number(jax.device_get(placed.old_logp), batch.advantage, len(mini))
-            reference += by_number(reference_ABM, batch.advantage, len(mini))
-        return old, reference
+            batch, n_micro, _ = self._pack(numbered(mini), keep_all=True)
+            logp_ABM = self._score(params, place(batch, self._batch_shardings), n_micro)
+            found += by_number(jax.device_get(logp_ABM), batch.advantage, len(mini))
+        return found
 
     def _pack(self, trajectories: Sequence[Trajectory], keep_all: bool) -> tuple[TrainBatch, int, Any]:
-        config = self._job.config
-        return pack(
-            trajectories,
-            self.shape,
-            aggregation=config.algorithm.aggregation,
-            scale_length=config.algorithm.loss_scale_length or config.rollout.max_new_tokens,
-            share_prefix=config.training.share_prefix,
-            keep_all=keep_all,
-        )
+        return pack_update(self._job, trajectories, self.shape, keep_all, self._lessons)
 
     def _scored(self, state: TrainState, batch: TrainBatch, n_micro: int, phases: Phases) -> TrainBatch:
         """The batch on the devices, with π_old by the trainer and π_ref by the reference where asked for."""
@@ -163,11 +172,27 @@ def mini_batches(trajectories: Sequence[Trajectory], count: int) -> list[Sequenc
     return [trajectories[i : i + size] for i in range(0, len(trajectories), size)]
 
 
-def update_shape(job: Job, max_new_tokens: int) -> PackShape:
-    """Of an optimizer update on responses of up to so many tokens."""
+def pack_update(
+    job: Job, trajectories: Sequence[Trajectory], shape: PackShape, keep_all: bool, lessons: bool = False
+) -> tuple[TrainBatch, int, PackReport]:
+    """`training.packing.pack` as the recipe wants it."""
+    algorithm, config = job.config.algorithm, job.config
+    return pack(
+        trajectories,
+        shape,
+        aggregation=algorithm.aggregation,
+        scale_length=algorithm.loss_scale_length or config.rollout.max_new_tokens,
+        share_prefix=config.training.share_prefix,
+        keep_all=keep_all,
+        lessons=lessons,
+    )
+
+
+def update_shape(job: Job, max_new_tokens: int, lessons: bool = False) -> PackShape:
+    """Of an optimizer update on responses of up to so many tokens, after the students' prompts or the teachers' too."""
     config = job.config
     return pack_shape(
-        max_prompt=job.prompt_width,
+        max_prompt=job.lesson_width if lessons else job.prompt_width,
         max_new_tokens=max_new_tokens,
         samples_per_prompt=config.rollout.samples_per_prompt,
         prompts=config.data.prompts_per_step // config.algorithm.mini_batches,

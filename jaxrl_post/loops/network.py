@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrl_post.config import Config, RandomModel
+from jaxrl_post.config_model import Dtype
 from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import scalar_head
@@ -61,13 +62,18 @@ def mesh_of(config: Config | OfflineConfig) -> Mesh:
 
 def model_config(config: Config | OfflineConfig, folder: Path | None, vocab_size: int) -> ModelConfig:
     """The decoder's shape from its folder or `model.random`, with this run's dtypes and remat policy."""
-    dtype = config.model.dtype
-    if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     shape = (
         read_config(folder) if folder is not None else random_config(config.model.random or RandomModel(), vocab_size)
     )
+    dtype = compute_dtype(config.model.dtype)
     return dataclasses.replace(shape, dtype=dtype, param_dtype=config.model.param_dtype, remat=config.model.remat)
+
+
+def compute_dtype(dtype: Dtype) -> str:
+    """`auto` is float32 on CPUs and bfloat16 on accelerators."""
+    if dtype == "auto":
+        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return dtype
 
 
 def random_config(random: RandomModel, vocab_size: int) -> ModelConfig:

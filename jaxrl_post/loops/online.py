@@ -23,10 +23,12 @@ from jaxrl_post.loops.job import Job, build, initial_params, rollout_params
 from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.measures import Metrics, sample_metrics, speed_metrics
 from jaxrl_post.loops.run_folder import due, last_step, write_config
+from jaxrl_post.loops.taught_advantage import TaughtAdvantages
+from jaxrl_post.loops.teachers import Teachers
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.observe.compiles import CompileCounter
 from jaxrl_post.observe.metrics import METRICS, MetricsWriter
-from jaxrl_post.observe.plot import plot_curves
+from jaxrl_post.observe.plot import ONLINE, plot_curves
 from jaxrl_post.observe.progress import Phases, Progress
 from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.training.state import TrainState
@@ -48,9 +50,13 @@ def run(config: Config) -> None:
         return
     stream = PromptStream(job.train_prompts, config.data.prompts_per_step, config.seed, config.data.shuffle)
     sampler = Sampler(job.graphdef, job.model, job.mesh, job.stop_ids)
-    learner, gather = Learner(job), Gather(job, sampler, stream)
+    teachers = Teachers(job.teachers)
+    learner, gather = Learner(job, teachers), Gather(job, sampler, stream)
     critic = Critic(job, config.algorithm) if isinstance(config.algorithm, PPO) else None
-    credit = Credit(job, sampler, learner, critic)
+    distillation = config.algorithm.distillation
+    taught = TaughtAdvantages(job, distillation, teachers, learner) if distillation else None
+    credit = Credit(job, sampler, learner, critic, taught)
+    teachers.load()
     state = _start(job, checkpoints, learner, gather, credit, critic, done)
     write_config(config, run_dir)
 
@@ -91,7 +97,7 @@ def run(config: Config) -> None:
             writer.write(step, metrics)
             progress.update(step, metrics)
         checkpoints.close()
-        plot_curves(run_dir / METRICS, run_dir / "reward.png")
+        plot_curves(run_dir / METRICS, run_dir / "reward.png", ONLINE)
         progress.note(_conclusion(run_dir))
 
 

@@ -51,8 +51,8 @@ def known(name: str) -> PackagedModel:
     return MODELS[name]
 
 
-def resolve(path_or_name: str) -> Path:
-    """The folder of a model given as a folder or as the name of one that was fetched.
+def resolve(path_or_name: str, key: str = "model.path") -> Path:
+    """The folder of a model given, under `key` of a recipe, as a folder or as the name of one that was fetched.
 
     Raises: ValueError for a named model that was not fetched yet, and for what is neither folder nor name.
     """
@@ -63,11 +63,11 @@ def resolve(path_or_name: str) -> Path:
         if cached(path_or_name).is_dir():
             return cached(path_or_name)
         raise ValueError(
-            f"model.path={path_or_name} is not in the cache ({cached(path_or_name)}): "
+            f"{key}={path_or_name} is not in the cache ({cached(path_or_name)}): "
             f"run python -m launch fetch {path_or_name}"
         )
     what = "a file, not a model folder" if path.is_file() else "neither a folder nor the name of a model"
-    raise ValueError(f"model.path={path_or_name} is {what}{_meant(path_or_name)}. Named models: {', '.join(MODELS)}")
+    raise ValueError(f"{key}={path_or_name} is {what}{_meant(path_or_name)}. Named models: {', '.join(MODELS)}")
 
 
 def _meant(name: str) -> str:

@@ -6,6 +6,7 @@ Legend: B rows, T positions and M targets of a row, D width, V vocabulary, C chu
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from jax import lax
 
 from jaxrl_post.models.decoder import Decoder
 from jaxrl_post.objectives.reductions import live
+
+Placement = Callable[[jax.Array], jax.Array]
 
 
 def token_logprobs(
@@ -27,7 +30,7 @@ def token_logprobs(
     *,
     temperature: float,
     chunk: int,
-    place: Callable[[jax.Array], jax.Array] = lambda x_BTD: x_BTD,
+    place: Placement = lambda x_BTD: x_BTD,
     entropy_gradient: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """log softmax(z/temperature) at the targets and the entropy of that distribution, in nats; both float32 [B, M].
@@ -37,8 +40,7 @@ def token_logprobs(
     carries one only with `entropy_gradient`. `place` is that of `Decoder.hidden`. Raises: ValueError unless
     `temperature` and `chunk` are positive.
     """
-    x_BTD = decoder.hidden(tokens_BT, positions_BT, segments_BT, branches_BT, place)
-    x_BMD = jnp.take_along_axis(x_BTD, source_BM[..., None], axis=1, mode="clip")
+    x_BMD = hidden_at(decoder, tokens_BT, positions_BT, segments_BT, branches_BT, source_BM, place)
     return chunked_logprobs(
         decoder.logits,
         x_BMD,
@@ -48,6 +50,20 @@ def token_logprobs(
         chunk=chunk,
         entropy_gradient=entropy_gradient,
     )
+
+
+def hidden_at(
+    decoder: Decoder,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    segments_BT: jax.Array,
+    branches_BT: jax.Array,
+    source_BM: jax.Array,
+    place: Placement = lambda x_BTD: x_BTD,
+) -> jax.Array:
+    """The hidden states [B, M, D] that predict the targets."""
+    x_BTD = decoder.hidden(tokens_BT, positions_BT, segments_BT, branches_BT, place)
+    return jnp.take_along_axis(x_BTD, source_BM[..., None], axis=1, mode="clip")
 
 
 def chunked_logprobs(
@@ -63,7 +79,21 @@ def chunked_logprobs(
     """`target_stats` of logits(x), [B, C, V] at a time in both passes; chunks without live targets are not computed."""
     if temperature <= 0 or chunk <= 0:
         raise ValueError(f"temperature={temperature} and chunk={chunk} must both be positive")
-    B, M = target_BM.shape
+
+    def compute(x_BCD: jax.Array, target_BC: jax.Array, mask_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logp_BC, entropy_BC = target_stats(logits(x_BCD), target_BC, temperature, entropy_gradient)
+        return live(logp_BC, mask_BC), live(entropy_BC, mask_BC)
+
+    return in_chunks(compute, (x_BMD, target_BM), mask_BM, chunk)
+
+
+def in_chunks(compute: Callable[..., Any], inputs: tuple[jax.Array, ...], mask_BM: jax.Array, chunk: int) -> Any:
+    """`compute(*inputs, mask)`, a tree of [B, C], on C = `chunk` targets at a time, as a tree of [B, M].
+
+    What it makes in between lives for one chunk, in the backward pass too, where it is made again. Chunks without live
+    targets are not computed and give 0.
+    """
+    B, M = mask_BM.shape
     chunk = min(chunk, M)
 
     def split(x: jax.Array) -> jax.Array:
@@ -73,23 +103,17 @@ def chunked_logprobs(
     def join(x_nBC: jax.Array) -> jax.Array:
         return jnp.moveaxis(x_nBC, 0, 1).reshape(B, -1)[:, :M]
 
-    def compute(x_BCD: jax.Array, target_BC: jax.Array, mask_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logp_BC, entropy_BC = target_stats(logits(x_BCD), target_BC, temperature, entropy_gradient)
-        return live(logp_BC, mask_BC), live(entropy_BC, mask_BC)
-
-    def skip(_x: jax.Array, _target: jax.Array, mask_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros(mask_BC.shape), jnp.zeros(mask_BC.shape)
+    def skip(*parts: jax.Array) -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, *parts))
 
     @jax.checkpoint
-    def step(_: None, part: tuple[jax.Array, ...]) -> tuple[None, tuple[jax.Array, jax.Array]]:
-        x_BCD, target_BC, mask_BC, any_live = part
-        return None, lax.cond(any_live, compute, skip, x_BCD, target_BC, mask_BC)
+    def step(_: None, part: tuple[tuple[jax.Array, ...], jax.Array, jax.Array]) -> tuple[None, Any]:
+        inputs_BC, mask_BC, any_live = part
+        return None, lax.cond(any_live, compute, skip, *inputs_BC, mask_BC)
 
     mask_nBC = split(mask_BM)
-    _, (logp_nBC, entropy_nBC) = lax.scan(
-        step, None, (split(x_BMD), split(target_BM), mask_nBC, mask_nBC.any(axis=(1, 2)))
-    )
-    return join(logp_nBC), join(entropy_nBC)
+    _, made = lax.scan(step, None, (tuple(map(split, inputs)), mask_nBC, mask_nBC.any(axis=(1, 2))))
+    return jax.tree.map(join, made)
 
 
 def target_stats(

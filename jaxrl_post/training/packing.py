@@ -99,11 +99,13 @@ def pack(
     scale_length: float | None = None,
     share_prefix: bool = True,
     keep_all: bool = False,
+    lessons: bool = False,
 ) -> tuple[TrainBatch, int, PackReport]:
     """The rows of one optimizer update, how many leading micro-batches hold any (0: nothing to learn), and a report.
 
     Weights come from the token counts of every trajectory with `train`; of these, trajectories with advantage 0 are
     left out of the rows, as their loss and gradient are 0, unless `keep_all` (they matter once there is a KL loss).
+    With `lessons` a row has room for the prompts that teachers see, too.
     `old_logp` and `rollout_logp` are the sampler's log-probs, `ref_logp` is 0. Rows with similar numbers of targets
     go into the same micro-batch, dealt evenly to the shards, so that chunks without live targets can be skipped.
 
@@ -113,7 +115,7 @@ def pack(
     lengths_N = np.array([len(t.response_ids) if t.train else 0 for t in trajectories])
     weights_N = token_weights(lengths_N, aggregation, scale_length)
     kept = [i for i, t in enumerate(trajectories) if lengths_N[i] and (keep_all or np.any(t.advantage))]
-    blocks = _blocks(trajectories, kept, shape.length, share_prefix)
+    blocks = _blocks(trajectories, kept, shape.length, share_prefix, lessons)
     rows = [[blocks[b] for b in row] for row in best_fit([block.size for block in blocks], shape.length)]
     if len(rows) > shape.micro_batches * shape.rows:
         raise ValueError(
@@ -159,23 +161,31 @@ def _row_length(sample: int, whole: int, tokens_per_microbatch: int) -> int:
     return min(math.ceil(need / ROW_MULTIPLE) * ROW_MULTIPLE, max(tokens_per_microbatch, need))
 
 
-def _blocks(trajectories: Sequence[Trajectory], kept: list[int], capacity: int, share_prefix: bool) -> list[Block]:
+def _blocks(
+    trajectories: Sequence[Trajectory], kept: list[int], capacity: int, share_prefix: bool, lessons: bool
+) -> list[Block]:
     groups: dict[object, list[int]] = {}
     for i in kept:
-        _check_fits(i, trajectories[i], capacity)
+        _check_fits(i, trajectories[i], capacity, lessons)
         groups.setdefault((trajectories[i].group, trajectories[i].prompt_ids) if share_prefix else i, []).append(i)
     blocks = []
     for members in groups.values():
-        prompt = len(trajectories[members[0]].prompt_ids)
+        prompt = _prompt_room(trajectories[members[0]], lessons)
         lengths = [len(trajectories[i].response_ids) for i in members]
         for part in best_fit(lengths, capacity - prompt):
             blocks.append(Block(tuple(members[j] for j in part), prompt + sum(lengths[j] for j in part)))
     return blocks
 
 
-def _check_fits(index: int, trajectory: Trajectory, capacity: int) -> None:
-    prompt, response = len(trajectory.prompt_ids), len(trajectory.response_ids)
-    if prompt == 0:
+def _prompt_room(trajectory: Trajectory, lessons: bool) -> int:
+    """Columns for the prompt, the student's or the teacher's, whichever is longer."""
+    seen = trajectory.lesson.prompt_ids if lessons else None
+    return max(len(trajectory.prompt_ids), len(seen or ()))
+
+
+def _check_fits(index: int, trajectory: Trajectory, capacity: int, lessons: bool) -> None:
+    prompt, response = _prompt_room(trajectory, lessons), len(trajectory.response_ids)
+    if not trajectory.prompt_ids:
         raise ValueError(
             f"trajectory {index} has an empty prompt: its first token has no position to be predicted from"
         )

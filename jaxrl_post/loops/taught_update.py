@@ -1,0 +1,72 @@
+"""The update of a student whose loss is a divergence to its teachers, in the place of a policy loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxrl_post.config_distillation import Distillation
+from jaxrl_post.loops.job import Job
+from jaxrl_post.loops.teachers import Teachers
+from jaxrl_post.training.distillation_loss import distillation_loss, taught_forward
+from jaxrl_post.training.distillation_update import make_taught_update
+from jaxrl_post.training.loss import Scalars
+from jaxrl_post.training.optimizer import Optimizer
+from jaxrl_post.training.packing import PackShape
+from jaxrl_post.training.state import TrainState
+from jaxrl_post.training.teacher_view import taught_shardings, teacher_view
+from jaxrl_post.training.update import row_placement
+from jaxrl_post.types import TaughtBatch, TrainBatch, Trajectory
+from sharding.placement import place
+
+Pack = Callable[[Sequence[Trajectory]], TrainBatch]  # all of them, as the batch to be taught was packed
+
+
+class TaughtUpdate:
+    """One compiled update, and the teachers' side of its batches."""
+
+    def __init__(
+        self,
+        job: Job,
+        algorithm: Distillation,
+        teachers: Teachers,
+        shape: PackShape,
+        optimizer: Optimizer,
+        shardings: TrainState,
+    ):
+        self._teachers = teachers
+        self._shardings = taught_shardings(shape, job.mesh)
+        forward = taught_forward(
+            job.graphdef,
+            teachers.graphdefs,
+            algorithm,
+            temperature=job.config.rollout.temperature,
+            chunk=job.config.training.logprob_chunk,
+            place=row_placement(self._shardings.rows),
+            entropy_gradient=algorithm.entropy_coef > 0,
+        )
+        self._update = make_taught_update(
+            forward,
+            optimizer,
+            distillation_loss(algorithm),
+            shardings=shardings,
+            teacher_shardings=teachers.shardings,
+            batch_shardings=self._shardings,
+        )
+
+    def attach(self, trajectories: Sequence[Trajectory], placed: TrainBatch, pack: Pack) -> TaughtBatch:
+        """The placed rows of these trajectories with what the teachers read."""
+        view = teacher_view(pack(numbered(trajectories)), [t.lesson for t in trajectories])
+        return TaughtBatch(placed, place(view, self._shardings.view))
+
+    def __call__(self, state: TrainState, batch: TaughtBatch, n_micro: Any) -> tuple[TrainState, Scalars, jax.Array]:
+        """As the function of `training.update.make_update`."""
+        return self._update(state, batch, self._teachers.params, n_micro)
+
+
+def numbered(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Each with its number, from 1, in place of an advantage: packed, its targets find their way back."""
+    return [dataclasses.replace(t, advantage=float(i)) for i, t in enumerate(trajectories, start=1)]
