@@ -1,4 +1,4 @@
-"""`python -m launch`: train from a recipe, fetch a model, export a run, make training data of a run's samples.
+"""`python -m launch`: train from a recipe; fetch a model, evaluate, export a run, make training data of its samples.
 
 Nothing here imports jax: a misspelt key or a call for help is answered at once. Exit codes: 0 done, 2 something in the
 command or the recipe is wrong (one line on standard error says what), 130 interrupted.
@@ -22,6 +22,7 @@ OTHER_USAGES = (
     "python -m launch fetch NAME",
     "python -m launch export RUN_DIR --to DIR",
     "python -m launch pairs RUN_DIR --to DIR",
+    "python -m launch evaluate CONFIG|RUN_DIR [section.key=value ...] [--weights RUN_DIR]",
 )
 
 
@@ -97,7 +98,33 @@ def _pairs(words: Sequence[str]) -> None:
     pairs(arguments.run_dir, arguments.to, arguments.threshold, arguments.per_question)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"fetch": _fetch, "export": _export, "pairs": _pairs}
+def _evaluate(words: Sequence[str]) -> None:
+    parser = _Parser(
+        prog="python -m launch evaluate",
+        description="Greedy accuracy, and the best of k samples (pass@k), on the held-out prompts of a recipe's task.",
+    )
+    parser.add_argument("source", metavar="CONFIG|RUN_DIR", help="an online recipe, or the folder of its run")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="as in training")
+    parser.add_argument("--weights", metavar="RUN_DIR", help="take the newest weights of this run (online or offline)")
+    parser.add_argument("--samples", type=int, default=8, help="samples of each prompt (8)")
+    parser.add_argument("--train", action="store_true", help="answer training prompts instead of held-out ones")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    given = parser.parse_intermixed_args(words)
+    source = Path(given.source) if Path(given.source).is_dir() else _recipe_path(given.source)
+    from launch.compile_cache import enable
+    from launch.evaluate import evaluate
+
+    enable()
+    weights = Path(given.weights) if given.weights else None
+    evaluate(source, given.overrides, weights, given.samples, given.train, given.json)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "fetch": _fetch,
+    "export": _export,
+    "pairs": _pairs,
+    "evaluate": _evaluate,
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -113,7 +140,7 @@ def _train_arguments(words: Sequence[str]) -> argparse.Namespace:
         usage="\n       ".join([TRAIN_USAGE, *OTHER_USAGES]),
         description="Train from a recipe. An override sets one key of it: optimizer.learning_rate=2e-6.",
         epilog="fetch puts a named model in the local cache; export writes a run as a Hugging Face folder; pairs makes "
-        "preference data of its samples.",
+        "preference data of its samples; evaluate measures accuracy and pass@k.",
     )
     parser.add_argument("config", metavar="CONFIG", help="a YAML recipe, such as configs/quickstart.yaml")
     parser.add_argument(

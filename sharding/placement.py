@@ -54,6 +54,13 @@ def reshard(tree: Tree, shardings: Tree, dtype: Any = None) -> Tree:
     return _mover(tuple(leaves), structure, dtype)(tree)
 
 
+def placed_shapes(abstract_tree: Tree, shardings: Tree) -> Tree:
+    """Shapes and dtypes with the sharding of each on it: what to restore saved arrays into."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract_tree, shardings
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class LeafBytes:
     """Size of one array: in all, counted once, and on each of its devices."""

@@ -9,6 +9,7 @@ from jaxrl_post import recipes
 from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.config import Config
 from jaxrl_post.config_offline import OfflineConfig
+from jaxrl_post.models.decoder import Params
 
 log = logging.getLogger(__name__)
 
@@ -40,3 +41,30 @@ def write_config(config: Config | OfflineConfig, run_dir: Path) -> None:
 def due(step: int, every: int, steps: int) -> bool:
     """Whether something done every `every` steps (0: never in between) and at the end is done now."""
     return step == steps or bool(every and step % every == 0)
+
+
+def newest_params(run_dir: Path, abstract: Params) -> tuple[Params, int]:
+    """The weights of a run's newest complete checkpoint in the structure and on the shardings of `abstract`, and its
+    step.
+
+    Raises: ValueError for a folder that is no run or has no checkpoint yet, and for weights of another shape.
+    """
+    config = run_config(run_dir)
+    if not (run_dir / "checkpoints").is_dir():
+        raise ValueError(
+            f"{run_dir} has no checkpoints yet: a run writes one every checkpoint.every steps and at its end"
+        )
+    checkpoints = Checkpointer(run_dir / "checkpoints", config.checkpoint.keep_last)
+    step = checkpoints.latest()
+    if step is None:
+        raise ValueError(f"{run_dir / 'checkpoints'} holds no complete checkpoint yet")
+    arrays, _ = checkpoints.restore(step, {"params": abstract}, partial=True)
+    checkpoints.close()
+    return arrays["params"], step
+
+
+def run_config(run_dir: Path) -> Config | OfflineConfig:
+    """The recipe a run was started with. Raises: ValueError for a folder that is no run."""
+    if not (run_dir / "config.yaml").is_file():
+        raise ValueError(f"{run_dir} is not the folder of a run: it has no config.yaml; give the recipe's run_dir")
+    return recipes.load(run_dir / "config.yaml")

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_post.training.optimizer import Optimizer
-from sharding.placement import place, tree_shardings
+from sharding.placement import place, placed_shapes, tree_shardings
 from sharding.rules import TRAIN, Rules
 
 Tree = Any
@@ -42,11 +42,7 @@ def abstract_state(params: Tree, optimizer: Optimizer) -> TrainState:
 
 def restorable_state(params: Tree, optimizer: Optimizer, shardings: TrainState) -> TrainState:
     """`abstract_state` with each array's sharding on it: what to restore a checkpoint into."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        abstract_state(params, optimizer),
-        shardings,
-    )
+    return placed_shapes(abstract_state(params, optimizer), shardings)
 
 
 def state_shardings(params: Tree, axes: Tree, optimizer: Optimizer, mesh: Mesh, rules: Rules = TRAIN) -> TrainState:
