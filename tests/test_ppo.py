@@ -15,7 +15,8 @@ from flax import nnx
 from jaxrl_post import recipes
 from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.loops.critic import Critic, Scores, credit_tokens
-from jaxrl_post.loops.job import build, initial_params
+from jaxrl_post.loops.job import build
+from jaxrl_post.loops.network import initial_params
 from jaxrl_post.loops.online import run
 from jaxrl_post.observe.metrics import read_metrics
 from jaxrl_post.observe.progress import Phases
@@ -64,7 +65,7 @@ def compiled(bootstrap):
 def critic(bootstrap=False, scale=0.3):
     """Fresh weights with a drawn head, so that values differ from 0."""
     made = compiled(bootstrap)
-    made.start(initial_params(job()))
+    made.start(initial_params(job().network, job().config.seed))
     arrays = made.arrays()
     weight = arrays["critic"]["params"]["head"]["weight"]
     drawn = scale * np.random.default_rng(0).standard_normal(weight.shape).astype(np.float32)
@@ -169,7 +170,7 @@ def test_the_value_loss_is_measured_from_the_values_at_sampling_time():
 
 def test_a_critic_begins_at_zero_and_learns_a_constant_reward():
     made = compiled(False)
-    made.start(initial_params(job()))
+    made.start(initial_params(job().network, job().config.seed))
     losses = []
     for _ in range(15):
         assigned, metrics = made.assign(TRAJECTORIES, np.ones(6, np.float32), None, TRUNCATED, Phases())

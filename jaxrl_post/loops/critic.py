@@ -53,15 +53,18 @@ class Critic:
     def __init__(self, job: Job, algorithm: PPO):
         """Holds no weights yet. Raises: ValueError when a row cannot hold what bootstrapping adds to a sample."""
         self._job, self._algorithm = job, algorithm
-        self._abstract_params = {"decoder": job.abstract_params, "head": scalar_head.abstract_head(job.model)}
-        axes = {"decoder": job.axes, "head": scalar_head.AXES}
+        self._abstract_params = {
+            "decoder": job.network.abstract_params,
+            "head": scalar_head.abstract_head(job.network.model),
+        }
+        axes = {"decoder": job.network.axes, "head": scalar_head.AXES}
         updates = algorithm.epochs * algorithm.mini_batches
         self._optimizer = make_optimizer(algorithm.critic, job.config.steps, updates)
-        self._shardings = state_shardings(self._abstract_params, axes, self._optimizer, job.mesh)
+        self._shardings = state_shardings(self._abstract_params, axes, self._optimizer, job.network.mesh)
         # A state after the last token takes that token as an input, with one more target to read it at.
         self.shape = update_shape(job, job.config.rollout.max_new_tokens + algorithm.bootstrap_truncated)
-        self._batch_shardings = batch_shardings(self.shape, job.mesh)
-        values = token_values(job.graphdef, self._batch_shardings)
+        self._batch_shardings = batch_shardings(self.shape, job.network.mesh)
+        values = token_values(job.network.graphdef, self._batch_shardings)
         self._values = make_values(
             values, params_shardings=self._shardings.params, batch_shardings=self._batch_shardings
         )

@@ -12,8 +12,9 @@ import numpy as np
 
 from jaxrl_post.config import Config
 from jaxrl_post.loops.gather import grade, sample, sample_greedily
-from jaxrl_post.loops.job import Job, build, initial_params, rollout_params
+from jaxrl_post.loops.job import Job, build, rollout_params
 from jaxrl_post.loops.measures import Metrics
+from jaxrl_post.loops.network import initial_params
 from jaxrl_post.loops.run_folder import newest_params
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.rollout.sampler import Rollout, Sampler
@@ -44,7 +45,7 @@ def evaluate(
             "evaluate the training prompts"
         )
     params, source = _params(job, weights)
-    sampler = Sampler(job.graphdef, job.model, job.mesh, job.stop_ids)
+    sampler = Sampler(job.network.graphdef, job.network.model, job.network.mesh, job.stop_ids)
     params = rollout_params(job, params)
     say(f"{source}: {len(prompts)} {'training' if train else 'held-out'} prompts of {job.task_name}")
     greedy_P1 = _rewards(job, prompts, sample_greedily(job, sampler, params, prompts))
@@ -84,8 +85,8 @@ def best_of(rewards_n: np.ndarray, k: int) -> float:
 def _params(job: Job, weights: Path | None) -> tuple[Params, str]:
     """In the training layout, and what they are called."""
     if weights is None:
-        return initial_params(job), str(job.folder or "a random model")
-    abstract = placed_shapes(job.abstract_params, job.shardings("train"))
+        return initial_params(job.network, job.config.seed), str(job.network.folder or "a random model")
+    abstract = placed_shapes(job.network.abstract_params, job.network.shardings())
     params, step = newest_params(weights, abstract)
     return params, f"{weights}, step {step}"
 

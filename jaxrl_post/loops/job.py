@@ -8,10 +8,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from pathlib import Path
-
-from flax import nnx
-from jax.sharding import Mesh
 
 from jaxrl_post import rewards
 from jaxrl_post.config import Config
@@ -19,16 +15,16 @@ from jaxrl_post.data.lessons import with_lessons
 from jaxrl_post.data.prompts import prepare
 from jaxrl_post.data.tasks import load_task
 from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl_post.loops.network import Network, decoder_params, mesh_of, model_config
+from jaxrl_post.loops.network import Network, build_network, check_ids, check_positions
 from jaxrl_post.loops.teachers import Teacher, build_teachers
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.decoder import Params, abstract
+from jaxrl_post.models.decoder import Params
 from jaxrl_post.models.huggingface import open_checked
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.rewards.reward import Reward
 from jaxrl_post.types import Prompt
-from sharding.placement import Tree, reshard, tree_shardings
-from sharding.rules import ROLLOUT, TRAIN
+from sharding.placement import reshard
+from sharding.rules import ROLLOUT
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +34,7 @@ class Job:
     """The fixed parts of a run; nothing in it changes from step to step."""
 
     config: Config
-    folder: Path | None
-    """Of the model's files; None for a random model."""
-    model: ModelConfig
-    graphdef: nnx.GraphDef
-    abstract_params: Params
-    axes: Tree
-    mesh: Mesh
+    network: Network
     tokenizer: Tokenizer
     reward: Reward
     train_prompts: list[Prompt]
@@ -68,9 +58,6 @@ class Job:
         seen = (len(prompt.lesson.prompt_ids or ()) for prompt in self.train_prompts)
         return max(self.prompt_width, -(-max(seen) // 8) * 8)
 
-    def shardings(self, rules: str) -> Tree:
-        return tree_shardings(self.axes, self.abstract_params, {"train": TRAIN, "rollout": ROLLOUT}[rules], self.mesh)
-
 
 def build(config: Config) -> Job:
     """Raises ValueError or FileNotFoundError for whatever the config asks for that cannot be had."""
@@ -86,22 +73,22 @@ def build(config: Config) -> Job:
     train_prompts = with_lessons(train_prompts, taught, tokenizer, config.data) if taught else train_prompts
     held_out = prepare(task.held_out, tokenizer, config.data, "held-out rows")[0] if task.held_out else []
     held_out = held_out[: config.evaluation.max_prompts]
-    model = model_config(config, folder, tokenizer.vocab_size)
-    _check_positions(config, model)
-    reward = rewards.build(config.reward, _setting(config, tokenizer, model, (*train_prompts, *held_out)))
+    network = build_network(config, folder, tokenizer)
+    network.shardings(ROLLOUT)  # refuse sizes that do not divide before anything is loaded
+    lengths = {
+        "data.max_prompt_tokens": config.data.max_prompt_tokens,
+        "rollout.max_new_tokens": config.rollout.max_new_tokens,
+    }
+    check_positions(network, lengths)
+    reward = rewards.build(config.reward, _setting(config, tokenizer, network.model, (*train_prompts, *held_out)))
     reward.check_rows([prompt.row for prompt in (*train_prompts, *held_out)])
-    graphdef, abstract_params, axes = abstract(model)
-    mesh = mesh_of(config)
-    network = Network(folder, model, graphdef, abstract_params, axes, mesh, has_head=False)
-    job = Job(
-        config, folder, model, graphdef, abstract_params, axes, mesh, tokenizer, reward, train_prompts, held_out,
-        task.name, build_teachers(taught, network, config.seed, tokenizer),
-    )  # fmt: skip
-    _check_vocabulary(job)
+    teachers = build_teachers(taught, network, config.seed, tokenizer)
+    job = Job(config, network, tokenizer, reward, train_prompts, held_out, task.name, teachers)
+    _check_stop_ids(job)
+    check_ids(network, ((f"the prompt {prompt.text[:80]!r}", prompt.ids) for prompt in (*train_prompts, *held_out)))
     _check_lessons(job)
-    job.shardings("train"), job.shardings("rollout")  # refuse sizes that do not divide before anything is loaded
     if folder is not None:
-        open_checked(folder, model)
+        open_checked(folder, network.model)
     return job
 
 
@@ -115,43 +102,23 @@ def _setting(config: Config, tokenizer: Tokenizer, model: ModelConfig, prompts: 
     )
 
 
-def initial_params(job: Job) -> Params:
-    """The weights a run starts from, in the training layout: read from the model's folder or drawn from the seed."""
-    return decoder_params(job.folder, job.model, job.config.seed, job.shardings("train"))
-
-
 def rollout_params(job: Job, params: Params) -> Params:
     """The weights as the sampler reads them: the rollout layout, cast to the compute dtype once and not at each use.
 
     Where neither layout nor dtype differ these are the training arrays themselves.
     """
-    shardings, dtype = job.shardings("rollout"), job.model.dtype
-    if job.shardings("train") == shardings and job.model.param_dtype == dtype:
+    network, shardings = job.network, job.network.shardings(ROLLOUT)
+    dtype = network.model.dtype
+    if network.shardings() == shardings and network.model.param_dtype == dtype:
         return params
     return reshard(params, shardings, dtype)
 
 
-def _check_vocabulary(job: Job) -> None:
-    """An embedding looked up outside its rows would answer with another token's."""
-    size = job.model.vocab_size
-    for source, ids in (("rollout.stop_token_ids", job.config.rollout.stop_token_ids), (str(job.folder), job.stop_ids)):
+def _check_stop_ids(job: Job) -> None:
+    size, folder = job.network.model.vocab_size, str(job.network.folder)
+    for source, ids in (("rollout.stop_token_ids", job.config.rollout.stop_token_ids), (folder, job.stop_ids)):
         if outside := sorted(i for i in ids if i >= size):
             raise ValueError(f"{source}: stop ids {outside} are outside the model's vocabulary of {size}")
-    for prompt in (*job.train_prompts, *job.held_out):
-        if max(prompt.ids) >= size:
-            raise ValueError(
-                f"{job.folder}: its tokenizer gives id {max(prompt.ids)} for the prompt {prompt.text[:80]!r}, outside "
-                f"the model's vocabulary of {size}: tokenizer and weights do not belong together"
-            )
-
-
-def _check_positions(config: Config, model: ModelConfig) -> None:
-    asked = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if asked > model.max_positions:
-        raise ValueError(
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_new_tokens="
-            f"{config.rollout.max_new_tokens} = {asked} exceed the model's {model.max_positions} positions: lower one"
-        )
 
 
 def _check_lessons(job: Job) -> None:

@@ -40,10 +40,12 @@ class Learner:
         config, algorithm = job.config, job.config.algorithm
         self._job = job
         self._optimizer = make_optimizer(config.optimizer, config.steps, algorithm.epochs * algorithm.mini_batches)
-        self._shardings = state_shardings(job.abstract_params, job.axes, self._optimizer, job.mesh)
+        self._shardings = state_shardings(
+            job.network.abstract_params, job.network.axes, self._optimizer, job.network.mesh
+        )
         self._lessons = isinstance(algorithm, Distillation)  # teachers' prompts lie in the same rows
         self.shape = update_shape(job, config.rollout.max_new_tokens, self._lessons)
-        self._batch_shardings = batch_shardings(self.shape, job.mesh)
+        self._batch_shardings = batch_shardings(self.shape, job.network.mesh)
         num_sequences = _num_sequences(job, self.shape)
         temperature, chunk = config.rollout.temperature, config.training.logprob_chunk
         self._update: Callable[[TrainState, Any, Any], tuple[TrainState, Scalars, jax.Array]]
@@ -55,7 +57,7 @@ class Learner:
             self._update, self._complete = taught, functools.partial(taught.attach, pack=pack_all)
         else:
             self._update = make_update(
-                job.graphdef,
+                job.network.graphdef,
                 self._optimizer,
                 policy_loss(algorithm, num_sequences),
                 shardings=self._shardings,
@@ -66,7 +68,7 @@ class Learner:
             )
             self._complete = lambda _, batch: batch
         self._score = make_score(
-            job.graphdef,
+            job.network.graphdef,
             params_shardings=self._shardings.params,
             batch_shardings=self._batch_shardings,
             temperature=temperature,
@@ -90,7 +92,7 @@ class Learner:
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state: what to restore a checkpoint into."""
-        return restorable_state(self._job.abstract_params, self._optimizer, self._shardings)
+        return restorable_state(self._job.network.abstract_params, self._optimizer, self._shardings)
 
     def learn(
         self, state: TrainState, trajectories: Sequence[Trajectory], phases: Phases
@@ -199,7 +201,7 @@ def update_shape(job: Job, max_new_tokens: int, lessons: bool = False) -> PackSh
         tokens_per_microbatch=config.training.tokens_per_microbatch,
         row_length=config.training.row_length,
         share_prefix=config.training.share_prefix,
-        batch_shards=batch_shards(job.mesh),
+        batch_shards=batch_shards(job.network.mesh),
     )
 
 

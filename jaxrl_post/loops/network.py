@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jax
@@ -19,7 +20,7 @@ from jaxrl_post.models.decoder import Decoder, Params, abstract, split
 from jaxrl_post.models.huggingface import load_params, read_config
 from sharding.mesh import AXES, make_mesh, resolve_sizes
 from sharding.placement import Tree, tree_shardings
-from sharding.rules import TRAIN
+from sharding.rules import TRAIN, Rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +38,12 @@ class Network:
     mesh: Mesh
     has_head: bool
 
-    def shardings(self) -> Tree:
-        return tree_shardings(self.axes, self.abstract_params, TRAIN, self.mesh)
+    def shardings(self, rules: Rules = TRAIN) -> Tree:
+        """Of the parameters. Raises: ValueError for sizes that the mesh does not divide."""
+        return tree_shardings(self.axes, self.abstract_params, rules, self.mesh)
 
 
-def build_network(config: OfflineConfig, folder: Path | None, tokenizer: Tokenizer) -> Network:
+def build_network(config: Config | OfflineConfig, folder: Path | None, tokenizer: Tokenizer) -> Network:
     """The model of a recipe on the mesh it asks for. Raises: ValueError for sizes that do not divide."""
     model = model_config(config, folder, tokenizer.vocab_size)
     graphdef, params, axes = abstract(model)
@@ -52,6 +54,27 @@ def build_network(config: OfflineConfig, folder: Path | None, tokenizer: Tokeniz
     network = Network(folder, model, graphdef, params, axes, mesh_of(config), has_head)
     network.shardings()
     return network
+
+
+def check_positions(network: Network, asked: Mapping[str, int]) -> None:
+    """Raises: ValueError when the lengths asked for, by their keys, exceed the model's positions together."""
+    limit, total = network.model.max_positions, sum(asked.values())
+    if total > limit:
+        keys = " + ".join(f"{key}={value}" for key, value in asked.items())
+        raise ValueError(
+            f"{keys}{f' = {total}' if len(asked) > 1 else ''} exceeds the model's {limit} positions: lower "
+            f"{'one' if len(asked) > 1 else 'it'}"
+        )
+
+
+def check_ids(network: Network, sequences: Iterable[tuple[str, Iterable[int]]]) -> None:
+    """Raises: ValueError for an id of a sequence, named by its text, that has no embedding of its own."""
+    for text, ids in sequences:
+        if (highest := max(ids, default=0)) >= network.model.vocab_size:
+            raise ValueError(
+                f"{network.folder}: its tokenizer gives id {highest} for {text}, outside the model's vocabulary of "
+                f"{network.model.vocab_size}: tokenizer and weights do not belong together"
+            )
 
 
 def mesh_of(config: Config | OfflineConfig) -> Mesh:
@@ -90,6 +113,19 @@ def random_config(random: RandomModel, vocab_size: int) -> ModelConfig:
         initializer_range=random.initializer_range,
         max_positions=8192,
     )
+
+
+def initial_params(network: Network, seed: int) -> Params:
+    """The weights a run starts from, in the training layout: read from the folder or drawn from the seed; a head is
+    always drawn."""
+    shardings = network.shardings()
+    decoder = decoder_params(
+        network.folder, network.model, seed, shardings["decoder"] if network.has_head else shardings
+    )
+    if not network.has_head:
+        return decoder
+    draw_head = jax.jit(lambda key: scalar_head.init_head(network.model, key), out_shardings=shardings["head"])
+    return {"decoder": decoder, "head": draw_head(jax.random.fold_in(jax.random.key(seed), 1))}
 
 
 def decoder_params(folder: Path | None, model: ModelConfig, seed: int, shardings: Tree) -> Params:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
-
-import jax
 
 from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.data.stream import Stream
+from jaxrl_post.loops.introduction import introduction
 from jaxrl_post.loops.measures import Metrics, speed_metrics
-from jaxrl_post.loops.offline_job import OfflineJob, build, initial_params
+from jaxrl_post.loops.network import initial_params
+from jaxrl_post.loops.offline_job import OfflineJob, build
 from jaxrl_post.loops.offline_learner import OfflineLearner
 from jaxrl_post.loops.offline_reference import reference_scores
 from jaxrl_post.loops.run_folder import due, last_step, write_config
@@ -22,7 +21,6 @@ from jaxrl_post.observe.plot import OFFLINE, plot_curves
 from jaxrl_post.observe.progress import Phases, Progress
 from jaxrl_post.training.state import TrainState
 from jaxrl_post.types_offline import Example
-from sharding.placement import bytes_per_device
 
 CURVE = "curve.png"
 
@@ -47,7 +45,7 @@ def run(config: OfflineConfig) -> None:
 
     resumed = done if done > 0 else None
     with MetricsWriter(run_dir, resumed) as writer, Progress(config.steps) as progress, CompileCounter() as compiles:
-        for line in _introduction(job, learner, state, done):
+        for line in introduction(config, job.network, state, learner.shape.rows, _data(job), done):
             progress.note(line)
         phases = Phases()
         if job.held_out and not done:
@@ -96,18 +94,9 @@ def _note(progress: Progress, metrics: Metrics) -> Metrics:
     return metrics
 
 
-def _introduction(job: OfflineJob, learner: OfflineLearner, state: TrainState, done: int) -> Iterator[str]:
-    config, network, report, shape = job.config, job.network, job.report, learner.shape.rows
-    axes = " × ".join(f"{axis}={size}" for axis, size in network.mesh.shape.items() if size > 1) or "one device"
-    held = bytes_per_device(state, jax.tree.map(lambda x: x.sharding, state)).per_device / 2**30
-    yield (
-        f"{config.algorithm.kind} on {network.model.family} {network.model.parameter_count() / 1e6:.1f}M parameters, "
-        f"{network.model.dtype} compute on {axes} ({jax.devices()[0].device_kind}); weights and optimizer "
-        f"{held:.2f} GiB a device"
+def _data(job: OfflineJob) -> str:
+    data, report = job.config.data, job.report
+    return (
+        f"{data.examples_per_step} examples a step of {len(job.examples)} in {data.path}, {len(job.held_out)} held out "
+        f"({report.dropped} dropped and {report.cut} cut by data.max_tokens)"
     )
-    yield (
-        f"{config.data.examples_per_step} examples a step of {len(job.examples)} in {config.data.path}, "
-        f"{len(job.held_out)} held out ({report.dropped} dropped and {report.cut} cut by data.max_tokens); update rows "
-        f"{shape.rows} × {shape.length} tokens, up to {shape.micro_batches} micro-batches"
-    )
-    yield f"{'resuming after step ' + str(done) if done else 'starting'}; outputs in {config.run_dir}"

@@ -9,14 +9,10 @@ import dataclasses
 import logging
 from typing import Literal
 
-import jax
-
 from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.data.preferences import Report, hold_out, load_examples
 from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl_post.loops.network import Network, build_network, decoder_params
-from jaxrl_post.models import scalar_head
-from jaxrl_post.models.decoder import Params
+from jaxrl_post.loops.network import Network, build_network, check_ids, check_positions
 from jaxrl_post.models.huggingface import open_checked
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.types_offline import Example
@@ -51,16 +47,8 @@ def build(config: OfflineConfig) -> OfflineJob:
     network = build_network(config, folder, tokenizer)
     if folder is not None:
         open_checked(folder, network.model)
-    if config.data.max_tokens > network.model.max_positions:
-        raise ValueError(
-            f"data.max_tokens={config.data.max_tokens} exceeds the model's {network.model.max_positions} positions: "
-            "lower it"
-        )
-    highest = max(max(ids, default=0) for example in (*examples, *held_out) for ids in example.ids)
-    if highest >= network.model.vocab_size:
-        raise ValueError(
-            f"{folder}: its tokenizer gives id {highest}, outside the model's vocabulary of {network.model.vocab_size}"
-        )
+    check_positions(network, {"data.max_tokens": config.data.max_tokens})
+    check_ids(network, ((f"an example of {config.data.path}", ids) for e in (*examples, *held_out) for ids in e.ids))
     return OfflineJob(config, network, tokenizer, examples, held_out, report)
 
 
@@ -77,15 +65,3 @@ def _loaded(
             report.dropped, report.dropped + report.kept, key, config.data.max_tokens,
         )  # fmt: skip
     return examples, report
-
-
-def initial_params(network: Network, seed: int) -> Params:
-    """The weights a run starts from, in the training layout: read from the folder or drawn from the seed; a head is
-    always drawn."""
-    shardings = network.shardings()
-    decoder_shardings = shardings["decoder"] if network.has_head else shardings
-    decoder = decoder_params(network.folder, network.model, seed, decoder_shardings)
-    if not network.has_head:
-        return decoder
-    draw_head = jax.jit(lambda key: scalar_head.init_head(network.model, key), out_shardings=shardings["head"])
-    return {"decoder": decoder, "head": draw_head(jax.random.fold_in(jax.random.key(seed), 1))}

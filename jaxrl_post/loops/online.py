@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrl_post.checkpoint import Checkpointer
@@ -19,9 +18,11 @@ from jaxrl_post.data.prompts import PromptStream
 from jaxrl_post.loops.credit import Credit
 from jaxrl_post.loops.critic import Critic
 from jaxrl_post.loops.gather import Gather, Samples, grade, sample_greedily
-from jaxrl_post.loops.job import Job, build, initial_params, rollout_params
+from jaxrl_post.loops.introduction import introduction
+from jaxrl_post.loops.job import Job, build, rollout_params
 from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.measures import Metrics, sample_metrics, speed_metrics
+from jaxrl_post.loops.network import initial_params
 from jaxrl_post.loops.run_folder import due, last_step, write_config
 from jaxrl_post.loops.taught_advantage import TaughtAdvantages
 from jaxrl_post.loops.teachers import Teachers
@@ -32,7 +33,6 @@ from jaxrl_post.observe.plot import ONLINE, plot_curves
 from jaxrl_post.observe.progress import Phases, Progress
 from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.training.state import TrainState
-from sharding.placement import bytes_per_device
 
 
 def run(config: Config) -> None:
@@ -49,7 +49,7 @@ def run(config: Config) -> None:
         print(f"{run_dir} is at step {done} of {config.steps} already: give more `steps`, or another `run_dir`")
         return
     stream = PromptStream(job.train_prompts, config.data.prompts_per_step, config.seed, config.data.shuffle)
-    sampler = Sampler(job.graphdef, job.model, job.mesh, job.stop_ids)
+    sampler = Sampler(job.network.graphdef, job.network.model, job.network.mesh, job.stop_ids)
     teachers = Teachers(job.teachers)
     learner, gather = Learner(job, teachers), Gather(job, sampler, stream)
     critic = Critic(job, config.algorithm) if isinstance(config.algorithm, PPO) else None
@@ -62,7 +62,7 @@ def run(config: Config) -> None:
 
     resumed = done if done > 0 else None
     with MetricsWriter(run_dir, resumed) as writer, Progress(config.steps) as progress, CompileCounter() as compiles:
-        for line in _introduction(job, learner, state, done):
+        for line in introduction(config, job.network, state, learner.shape, _data(job), done):
             progress.note(line)
         phases = Phases()
         if config.evaluation.enabled and job.held_out and not done:
@@ -93,7 +93,7 @@ def run(config: Config) -> None:
             if config.dump_rollouts:
                 writer.write_rollouts(step, _dump(samples, advantages_N))
             metrics |= phases.collect() | compiles.collect()
-            metrics |= speed_metrics(metrics["perf/total_num_tokens"], metrics["timing_s/step"], job.mesh.size)
+            metrics |= speed_metrics(metrics["perf/total_num_tokens"], metrics["timing_s/step"], job.network.mesh.size)
             writer.write(step, metrics)
             progress.update(step, metrics)
         checkpoints.close()
@@ -119,13 +119,13 @@ def _start(
 ) -> TrainState:
     """Weights from the model for a new run, from the checkpoint otherwise; the reference is the model in both."""
     if not done:
-        fresh = initial_params(job)
+        fresh = initial_params(job.network, job.config.seed)
         learner.keep_reference(fresh)
         if critic:
             critic.start(fresh)
         return learner.start(fresh)
     if learner.needs_reference:
-        learner.keep_reference(initial_params(job))
+        learner.keep_reference(initial_params(job.network, job.config.seed))
     abstract = learner.abstract_state()._asdict()
     arrays, host = checkpoints.restore(done, abstract | (critic.abstract_arrays() if critic else {}))
     gather.restore(host)
@@ -141,20 +141,12 @@ def _note(progress: Progress, metrics: Metrics) -> Metrics:
     return metrics
 
 
-def _introduction(job: Job, learner: Learner, state: TrainState, done: int) -> Iterator[str]:
-    config, mesh = job.config, job.mesh
-    axes = " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
-    held = bytes_per_device(state, jax.tree.map(lambda x: x.sharding, state)).per_device / 2**30
-    yield (
-        f"{job.model.family} {job.model.parameter_count() / 1e6:.1f}M parameters, {job.model.dtype} compute on {axes} "
-        f"({jax.devices()[0].device_kind}); weights and optimizer {held:.2f} GiB a device"
-    )
-    yield (
+def _data(job: Job) -> str:
+    config = job.config
+    return (
         f"{config.data.prompts_per_step} prompts × {config.rollout.samples_per_prompt} samples a step from "
-        f"{len(job.train_prompts)} prompts of {job.task_name}; update rows {learner.shape.rows} × "
-        f"{learner.shape.length} tokens, up to {learner.shape.micro_batches} micro-batches"
+        f"{len(job.train_prompts)} prompts of {job.task_name}"
     )
-    yield f"{'resuming after step ' + str(done) if done else 'starting'}; outputs in {config.run_dir}"
 
 
 def _conclusion(run_dir: Path) -> str:

@@ -38,9 +38,9 @@ class TaughtUpdate:
         shardings: TrainState,
     ):
         self._teachers = teachers
-        self._shardings = taught_shardings(shape, job.mesh)
+        self._shardings = taught_shardings(shape, job.network.mesh)
         forward = taught_forward(
-            job.graphdef,
+            job.network.graphdef,
             teachers.graphdefs,
             algorithm,
             temperature=job.config.rollout.temperature,
