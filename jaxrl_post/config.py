@@ -11,12 +11,13 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from jaxrl_post.config_algorithms import GRPO, PolicyAlgorithm, PolicyMethod
-from jaxrl_post.config_base import Count, Fraction, NonNegative, Section, default_kind
+from jaxrl_post.config_base import Count, NonNegative, Section, default_kind
 from jaxrl_post.config_distillation import Distillation
 from jaxrl_post.config_model import Model as Model
 from jaxrl_post.config_model import RandomModel as RandomModel
 from jaxrl_post.config_optimizer import Optimizer
 from jaxrl_post.config_ppo import PPO
+from jaxrl_post.config_rewards import LastNumberReward, Reward, single_rewards
 
 AxisSize = Annotated[int, Field(ge=-1)]
 
@@ -112,53 +113,6 @@ class Data(Section):
     system_prompt: str | None = None
 
 
-class LastNumberReward(Section):
-    """1 when the last integer in the completion equals the row's `answer`, else 0."""
-
-    kind: Literal["last_number"] = "last_number"
-
-
-class ExactMatchReward(Section):
-    """1 when the completion, stripped of white space, equals the row's `answer`, else 0."""
-
-    kind: Literal["exact_match"]
-
-
-class ReasoningGymReward(Section):
-    """The task's own scorer on the text inside <answer>…</answer> (or the whole text); binary at `threshold`."""
-
-    kind: Literal["reasoning_gym"]
-    threshold: Fraction | None = 0.99
-    """Scores at or above become 1, others 0; null keeps the scorer's value."""
-
-
-class FunctionReward(Section):
-    """`module:function` called with (prompts, completions, rows); returns one float per completion."""
-
-    kind: Literal["function"]
-    function: str = Field(pattern=r"^[\w.]+:\w+$")
-
-
-class ModelReward(Section):
-    """The score of a reward model, as trained by a recipe of `algorithm.kind: reward_model`, on the run's own mesh.
-
-    It reads the sampled token ids, so its tokenizer must be the policy's.
-    """
-
-    kind: Literal["model"]
-    run_dir: str
-    """The run_dir of the recipe that trained it; its newest checkpoint is taken."""
-    tokens_per_batch: PositiveInt = 4096
-    """Token positions a device holds in one forward pass."""
-
-
-Reward = Annotated[
-    LastNumberReward | ExactMatchReward | ReasoningGymReward | FunctionReward | ModelReward,
-    Field(discriminator="kind"),
-    default_kind("last_number"),
-]
-
-
 class Rollout(Section):
     samples_per_prompt: PositiveInt = 8
     max_new_tokens: PositiveInt = 64
@@ -234,12 +188,7 @@ class Config(Section):
             )
         if refill is not None and slots is not None and refill > slots:
             raise ValueError(f"rollout.refill={refill} cannot exceed rollout.slots={slots}")
-        if self.reward.kind == "reasoning_gym" and self.data.task.kind != "reasoning_gym":
-            raise ValueError(
-                f"reward.kind=reasoning_gym scores rows of data.task.kind=reasoning_gym, not {self.data.task.kind}"
-            )
-        if isinstance(self.reward, ModelReward) and self.reward.run_dir == self.run_dir:
-            raise ValueError(f"reward.run_dir={self.run_dir} is this run's own run_dir: give the policy another folder")
+        self._check_rewards()
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         if self.training.row_length is not None and self.training.row_length < longest:
             raise ValueError(
@@ -254,11 +203,34 @@ class Config(Section):
             )
         return self
 
+    def _check_rewards(self) -> None:
+        for section, reward in single_rewards(self.reward).items():
+            if reward.kind == "reasoning_gym" and self.data.task.kind != "reasoning_gym":
+                raise ValueError(
+                    f"{section}.kind=reasoning_gym scores rows of data.task.kind=reasoning_gym, not "
+                    f"{self.data.task.kind}"
+                )
+            if reward.kind == "model" and reward.run_dir == self.run_dir:
+                raise ValueError(
+                    f"{section}.run_dir={self.run_dir} is this run's own run_dir: give the policy another folder"
+                )
+
     @model_validator(mode="after")
     def _policy_consistent(self) -> Config:
         """What sampling and a policy method ask of each other."""
         if not isinstance(self.algorithm, PolicyMethod):
             return self
+        if self.rollout.samples_per_prompt == 1 and not self.algorithm.learns_alone:
+            raise ValueError(
+                f"rollout.samples_per_prompt=1 leaves {self.algorithm.compared} nothing to compare a sample with, so "
+                "that every advantage is 0: give 2 or more, or an algorithm.kind with another baseline (remax, "
+                "reinforce_plus_plus, ppo)"
+            )
+        if self.algorithm.compares_heads and self.reward.kind != "weighted":
+            raise ValueError(
+                f"reward.kind={self.reward.kind} is one number, and {self.algorithm.compared} compares the parts of a "
+                "weighted reward: set reward.kind=weighted and its parts, or algorithm.kind=grpo"
+            )
         truncated = self.rollout.top_k > 0 or self.rollout.top_p < 1
         if truncated and self.algorithm.old_logprobs == "sampler":
             raise ValueError(

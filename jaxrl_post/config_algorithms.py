@@ -12,11 +12,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from jaxrl_post.config_base import Aggregation, NonNegative, Positive, Section, default_kind
+from jaxrl_post.config_base import Aggregation, Fraction, NonNegative, Positive, Section, default_kind
 from jaxrl_post.config_teachers import Taught, TaughtAdvantage
 
 Estimator = Literal[
-    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "pass_at_k", "maxrl", "gpg", "lite_ppo"
+    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "pass_at_k", "maxrl", "gpg", "lite_ppo", "gdpo"
 ]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
 
@@ -82,6 +82,8 @@ class TokenTIS(Section):
     kind: Literal["token_tis"]
     low: NonNegative = 0.0
     high: Positive = 2.0
+    batch_normalize: bool = False
+    """Divide the weights by their mean over the tokens of the update; needs old_logprobs=trainer."""
 
 
 class SequenceTIS(Section):
@@ -90,6 +92,8 @@ class SequenceTIS(Section):
     kind: Literal["sequence_tis"]
     low: NonNegative = 0.0
     high: Positive = 5.0
+    batch_normalize: bool = False
+    """Divide the weights by their mean over the sequences of the update; needs old_logprobs=trainer."""
 
 
 class IcePop(Section):
@@ -138,6 +142,8 @@ class PolicyMethod(Section):
     weighs_by_ratio: ClassVar[bool] = True
     """Whether the surrogate itself has π_θ/π_old."""
     learns_from_zero_advantage: ClassVar[bool] = False
+    compares_samples: ClassVar[bool] = True
+    """Whether a sample without others of its prompt has advantage 0."""
 
     kind: str
     aggregation: Aggregation = "token-mean"
@@ -182,6 +188,11 @@ class PolicyMethod(Section):
                 f"sampler weighs by π_θ/π_sampler, which the loss of kind {self.kind} already has as its ratio: set "
                 "algorithm.old_logprobs=trainer, or a correction that only drops (geometric, kl_rejection)"
             )
+        if self.normalizes_weights and self.old_logprobs == "sampler":
+            raise ValueError(
+                "algorithm.correction.batch_normalize=true needs the weights of the whole update before it begins, and "
+                "algorithm.old_logprobs=sampler weighs by the policy as it moves: set algorithm.old_logprobs=trainer"
+            )
         if self.distillation and not self.distillation.reward_weight and self.filter_groups:
             raise ValueError(
                 "algorithm.distillation.reward_weight=0 learns from groups whose rewards are all equal, and "
@@ -193,6 +204,26 @@ class PolicyMethod(Section):
     def taught(self) -> Taught | None:
         """Who the policy is distilled from."""
         return self.distillation
+
+    @model_validator(mode="after")
+    def _heads_are_the_whole_reward(self) -> PolicyMethod:
+        shaped = {"algorithm.overlong": self.overlong is not None, "algorithm.kl.where=reward": self.kl_in_reward}
+        for key, given in shaped.items():
+            if given and self.compares_heads:
+                raise ValueError(
+                    f"{key} changes the sum of the rewards, and {self.compared} compares its parts: write a punishment "
+                    "of length as a part of its own, and set algorithm.kl.where=loss"
+                )
+        return self
+
+    @property
+    def learns_alone(self) -> bool:
+        """Whether a sample teaches something where it is the only one of its prompt."""
+        return not self.compares_samples or self.learns_from_zero_advantage or self.taught is not None
+
+    @property
+    def normalizes_weights(self) -> bool:
+        return isinstance(self.correction, TokenTIS | SequenceTIS) and self.correction.batch_normalize
 
     @property
     def kl_in_loss(self) -> bool:
@@ -208,15 +239,22 @@ class PolicyMethod(Section):
         return False
 
     @property
+    def compared(self) -> str:
+        """The key that says how rewards become advantages, and its value."""
+        return f"algorithm.kind={self.kind}"
+
+    @property
     def keeps_zero_advantage(self) -> bool:
-        """Whether a sample without advantage has a gradient."""
-        return self.learns_from_zero_advantage or self.kl_in_loss or self.entropy_coef > 0
+        """Whether a sample without advantage has a gradient, or counts in what the others are weighed by."""
+        regularized = self.kl_in_loss or self.entropy_coef > 0
+        return self.learns_from_zero_advantage or regularized or self.normalizes_weights
 
 
 class Clipped(PolicyMethod):
     """PPO's clip (arXiv:1707.06347)."""
 
-    clip_low: NonNegative = 0.2
+    clip_low: Fraction = 0.2
+    """How far the ratio may fall below 1; 1 leaves that side open."""
     clip_high: NonNegative = 0.2
     dual_clip: float | None = Field(default=None, gt=1)
     """Bound the loss of tokens with A < 0 by −A · this (3 is usual); null does not."""
@@ -246,6 +284,7 @@ class RLOO(Clipped):
 class ReinforcePlusPlus(Clipped):
     """REINFORCE++ (arXiv:2501.03262): return to go of −coef · KL and the final reward, whitened over the tokens."""
 
+    compares_samples: ClassVar[bool] = False
     kind: Literal["reinforce_plus_plus"]
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount of the return for each token to go."""
@@ -261,6 +300,7 @@ class ReinforcePlusPlusBaseline(Clipped):
 class ReMax(Clipped):
     """ReMax (arXiv:2310.10505): R − reward of the greedy answer of the same policy to the same prompt."""
 
+    compares_samples: ClassVar[bool] = False
     kind: Literal["remax"]
 
 
@@ -288,6 +328,16 @@ class LitePPO(Clipped):
     kind: Literal["lite_ppo"]
 
 
+class GDPO(Clipped):
+    """GDPO (arXiv:2601.05242): each part of a weighted reward normalised in its group, weighted sum, whitened."""
+
+    kind: Literal["gdpo"]
+
+    @property
+    def compares_heads(self) -> bool:
+        return True
+
+
 class DAPO(Clipped):
     """DAPO (arXiv:2503.14476): clip-higher, token mean, overlong punishment, dynamic sampling, no KL."""
 
@@ -303,13 +353,21 @@ class Surrogate(PolicyMethod):
     advantage: Estimator = "grpo"
     """The kind whose advantage to use."""
 
+    @property
+    def compares_heads(self) -> bool:
+        return self.advantage == "gdpo"
+
+    @property
+    def compared(self) -> str:
+        return f"algorithm.advantage={self.advantage}"
+
 
 class GSPO(Surrogate):
     """GSPO (arXiv:2507.18071): PPO clip on the geometric mean ratio of the sequence."""
 
     kind: Literal["gspo"]
     aggregation: Aggregation = "seq-mean-token-mean"
-    clip_low: NonNegative = 3e-4
+    clip_low: Fraction = 3e-4
     clip_high: NonNegative = 4e-4
     level: Literal["token", "sequence"] = "token"
     """Whose log-prob carries the gradient: each token's own, or all of the sequence's; alike while A and weight are."""
@@ -401,6 +459,15 @@ class Custom(Surrogate):
     options: dict[str, bool | int | float | str] = Field(default={})
     """Keywords it is called with."""
 
+    @model_validator(mode="after")
+    def _weights_stay_apart(self) -> Custom:
+        if self.normalizes_weights:
+            raise ValueError(
+                "algorithm.correction.batch_normalize=true is applied through the advantage, in which kind custom need "
+                "not be linear: set it to false"
+            )
+        return self
+
 
 PolicyAlgorithm = (
     GRPO
@@ -414,6 +481,7 @@ PolicyAlgorithm = (
     | MaxRL
     | LitePPO
     | GPG
+    | GDPO
     | DAPO
     | GSPO
     | CISPO

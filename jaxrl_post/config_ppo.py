@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -25,6 +25,7 @@ class CriticOptions(Optimizer):
 class PPO(Clipped):
     """PPO (arXiv:1707.06347) with GAE (arXiv:1506.02438): a second decoder, the critic, values every token."""
 
+    compares_samples: ClassVar[bool] = False
     kind: Literal["ppo"]
     gamma: Fraction = 1.0
     """Discount of each token to come."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -31,6 +31,7 @@ SYNONYMS = {
     "clip_ratio_low": "algorithm.clip_low",
     "epsilon": "algorithm.clip_low",
     "epsilon_high": "algorithm.clip_high",
+    "eval_steps": "evaluation.every",
     "grad_clip": "optimizer.max_grad_norm",
     "kl_coef": "algorithm.kl.coef",
     "kl_loss_coef": "algorithm.kl.coef",
@@ -47,6 +48,7 @@ SYNONYMS = {
     "num_generations": "rollout.samples_per_prompt",
     "output_dir": "run_dir",
     "ppo_epochs": "algorithm.epochs",
+    "precompute_ref_log_probs": "training.cache_reference",
     "total_training_steps": "steps",
     "train_batch_size": "data.prompts_per_step",
 }
@@ -80,11 +82,13 @@ def suggest(keys: Keys, tree: dict[str, Any]) -> list[str]:
 def fields_at(keys: Keys, tree: dict[str, Any]) -> dict[str, FieldInfo]:
     """The fields a section may have, its kind being what the recipe says or the default; {} where no section is."""
     sections: list[type[Section]] = [config_class(tree)]
+    named: list[FieldInfo] = []  # the next key is a name of the recipe's own, for a section of one of these fields
     node: Any = tree
     for key in keys:
-        fields = [section.model_fields[key] for section in sections if key in section.model_fields]
         node = node.get(key) if isinstance(node, dict) else None
-        sections = [section for field in fields for section in _of_kind(field, node)]
+        fields = named or [section.model_fields[key] for section in sections if key in section.model_fields]
+        named = [] if named else [field for field in fields if _holds_named(field)]
+        sections = [] if named else [section for field in fields for section in _of_kind(field, node)]
     return {name: field for section in sections for name, field in section.model_fields.items()}
 
 
@@ -211,7 +215,7 @@ def _all_keys(section: type[Section], prefix: Keys) -> Iterator[Keys]:
     for name, field in section.model_fields.items():
         yield (*prefix, name)
         for inner in _sections(field.annotation):
-            yield from _all_keys(inner, (*prefix, name))
+            yield from _all_keys(inner, (*prefix, name, "NAME") if _holds_named(field) else (*prefix, name))
 
 
 def _sections(annotation: Any) -> list[type[Section]]:
@@ -219,6 +223,12 @@ def _sections(annotation: Any) -> list[type[Section]]:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [section for part in get_args(annotation) for section in _sections(part)]
+
+
+def _holds_named(field: FieldInfo) -> bool:
+    """Whether it is a mapping from names to sections."""
+    either = (field.annotation, *get_args(field.annotation))
+    return any(get_origin(annotation) is dict for annotation in either) and bool(_sections(field.annotation))
 
 
 def _of_kind(field: FieldInfo, node: Any) -> list[type[Section]]:

@@ -16,8 +16,8 @@ import pytest
 
 from jaxrl_post import recipes
 from jaxrl_post.config_algorithms import PolicyAlgorithm
-from jaxrl_post.loops.credit import Credit
-from jaxrl_post.loops.gather import Samples
+from jaxrl_post.loops.credit import Credit, Signals, estimator
+from jaxrl_post.loops.gather import Group, Samples
 from jaxrl_post.loops.learner import by_number
 from jaxrl_post.loops.online import run
 from jaxrl_post.observe.metrics import read_metrics
@@ -656,3 +656,80 @@ def test_a_users_loss_is_the_loss(tmp_path):
     samples = dumped(tmp_path, 1)
     total = sum(-2.0 * s["advantage"] * np.sum(s["logp"]) for s in samples)
     np.testing.assert_allclose(record["actor/pg_loss"], total / sum(len(s["ids"]) for s in samples), rtol=1e-4)
+
+
+# ------------------------------------------------------------------------------------ what cannot teach anything
+
+GROUPED = ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "pass_at_k", "maxrl", "lite_ppo", "gpg"]
+GROUPED += ["gdpo", "dapo", "gspo", "cispo", "sapo", "dppo", "gmpo", "topr", "policy_gradient"]
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_one_sample_a_prompt_teaches_a_method_that_compares_samples_nothing(kind):
+    alone = np.arange(3)
+    signals = Signals(
+        REWARDS[:3].astype(np.float32), alone, np.array(LENGTHS[:3]), heads_NK=HEADS[:3].astype(np.float32),
+        weights_K=np.array(WEIGHTS, np.float32),
+    )  # fmt: skip
+    np.testing.assert_array_equal(estimator(load(kind).algorithm, LIMIT)(signals), 0)
+    with pytest.raises(recipes.RecipeError, match=r"rollout\.samples_per_prompt=1 leaves algorithm\.\w+=\w+ nothing"):
+        load(kind, "rollout.samples_per_prompt=1")
+
+
+@pytest.mark.parametrize("kind", ["remax", "reinforce_plus_plus", "ppo", "custom"])
+def test_methods_with_another_baseline_take_one_sample_a_prompt(kind):
+    assert load(kind, "rollout.samples_per_prompt=1").rollout.samples_per_prompt == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "message"),
+    [
+        ("grpo", ["algorithm.clip_low=1.5"], r"algorithm\.clip_low: 1\.5 is not allowed .*less than or equal to 1"),
+        ("gspo", ["algorithm.clip_low=1.5"], r"algorithm\.clip_low: 1\.5 is not allowed"),
+        ("grpo", ["algorithm.kind=gdpo"], r"reward\.kind=function is one number, and algorithm\.kind=gdpo compares"),
+        ("cispo", ["algorithm.advantage=gdpo"], r"algorithm\.advantage=gdpo compares the parts"),
+        ("gdpo", ["algorithm.overlong={}"], r"algorithm\.overlong changes the sum .* algorithm\.kind=gdpo"),
+        ("gdpo", ["algorithm.kl={coef: 0.1, where: reward, estimator: k1}"], r"algorithm\.kl\.where=reward changes"),
+        ("gdpo", ["reward.parts={}"], r"reward\.parts: .*at least 1"),
+        ("gdpo", ["reward.parts.a b={}"], "write section.key=value"),
+        ("gdpo", ["reward.parts.digits.weigh=2"], r"reward\.parts\.digits\.weigh: no such key .*Did you mean"),
+        ("gdpo", ["reward.parts.more={weight: 1}"], r"reward\.parts\.more\.reward\.kind is required"),
+        ("gdpo", ["reward.parts.digits.weight=0", "reward.parts.distinct.weight=0"], "reward.parts all have weight=0"),
+        ("gdpo", ["reward.parts.digits.reward={kind: weighted}"], "kind weighted is not one of"),
+        ("gdpo", ["reward.parts.digits.reward={kind: reasoning_gym}"], "parts.digits.reward.kind=reasoning_gym"),
+        ("gspo", ["algorithm.correction={kind: token_tis, batch_normalize: true}"], "kind=token_tis .* weighs by"),
+        (
+            "policy_gradient",
+            ["algorithm.correction={kind: token_tis, batch_normalize: true}"],
+            r"batch_normalize=true needs the weights of the whole update .* set algorithm\.old_logprobs=trainer",
+        ),
+        (
+            "custom",
+            ["algorithm.correction={kind: token_tis, batch_normalize: true}", "algorithm.old_logprobs=trainer"],
+            "kind custom need not be linear",
+        ),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_together(kind, overrides, message):
+    with pytest.raises(recipes.RecipeError, match=message):
+        load(kind, *overrides)
+
+
+def test_cispo_may_leave_its_lower_side_open():
+    assert load("cispo", "algorithm.clip_low=1.5").algorithm.clip_low == 1.5
+
+
+@pytest.mark.parametrize(
+    ("second", "totals", "heads"),
+    [([2.0, 2.0], False, False), ([1.0, 2.0], True, True), ([4.0, 3.0], True, True), ([np.nan, 2.0], True, False)],
+)
+def test_what_counts_as_signal_of_a_group(second, totals, heads):
+    """The first head is 1 for both samples. Heads that cancel in the sum still differ, a missing one tells nothing."""
+    head = np.array(second)
+    group = Group(Prompt((1,), "", {}), [], [], Scores(1 + np.nan_to_num(head), np.stack([[1.0, 1.0], head], axis=1)))
+    assert group.has_signal((1.0, 1.0), by_heads=False) is totals
+    assert group.has_signal((1.0, 1.0), by_heads=True) is heads
+    assert group.has_signal((1.0, 0.0), by_heads=True) is False
+    cancelled = Group(group.prompt, [], [], Scores(np.array([3.0, 3.0]), np.array([[1.0, 2.0], [2.0, 1.0]])))
+    assert not cancelled.has_signal((1.0, 1.0), by_heads=False)
+    assert cancelled.has_signal((1.0, 1.0), by_heads=True)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_post import config, recipes, rewards
+from jaxrl_post import config, config_rewards, recipes, rewards
 from jaxrl_post.data.tokenizer import ByteTokenizer
 from jaxrl_post.loops.gather import grade
 from jaxrl_post.loops.job import build
@@ -139,7 +139,7 @@ class Swapped:
     ],
 )
 def test_a_reward_model_that_does_not_fit_the_run(trained, change, message):
-    reward = config.ModelReward(kind="model", run_dir=str(trained))
+    reward = config_rewards.ModelReward(kind="model", run_dir=str(trained))
     with pytest.raises(ValueError, match=message):
         rewards.build(reward, dataclasses.replace(SETTING, **change))
 

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxrl_post import config, rewards
+from jaxrl_post import config, config_rewards, rewards
 from jaxrl_post.data.tasks import load_task
 from jaxrl_post.data.tokenizer import ByteTokenizer
 from jaxrl_post.rewards.gym import extract_answer
@@ -50,20 +50,20 @@ def score(reward_config, completions, rows):
     ],
 )
 def test_last_number(completion, answer, expected):
-    assert score(config.LastNumberReward(), [completion], [{"answer": answer}]) == [expected]
+    assert score(config_rewards.LastNumberReward(), [completion], [{"answer": answer}]) == [expected]
 
 
 @pytest.mark.parametrize(
     ("completion", "answer", "expected"), [(" yes\n", "yes ", 1.0), ("Yes", "yes", 0.0), ("2", 2, 1.0), ("", "x", 0.0)]
 )
 def test_exact_match(completion, answer, expected):
-    assert score(config.ExactMatchReward(kind="exact_match"), [completion], [{"answer": answer}]) == [expected]
+    assert score(config_rewards.ExactMatchReward(kind="exact_match"), [completion], [{"answer": answer}]) == [expected]
 
 
 def test_prompts_and_completions_are_aligned():
     rows = [{"answer": str(n)} for n in range(4)]
-    assert score(config.LastNumberReward(), ["0", "2", "2", "0"], rows) == [1.0, 0.0, 1.0, 0.0]
-    assert score(config.LastNumberReward(), [], []) == []
+    assert score(config_rewards.LastNumberReward(), ["0", "2", "2", "0"], rows) == [1.0, 0.0, 1.0, 0.0]
+    assert score(config_rewards.LastNumberReward(), [], []) == []
 
 
 @pytest.mark.parametrize(
@@ -77,14 +77,14 @@ def test_prompts_and_completions_are_aligned():
     ],
 )
 def test_rows_that_cannot_be_graded_are_named_at_the_start(row, why):
-    reward = build(config.LastNumberReward())
+    reward = build(config_rewards.LastNumberReward())
     with pytest.raises(ValueError, match=rf"reward last_number: row 1 \('second'\) .*{why}"):
         reward.check_rows([{"prompt": "first", "answer": "-3"}, row])
     reward.check_rows([{"prompt": "first", "answer": " 12"}, {"messages": [], "answer": 5}])
 
 
 def test_exact_match_takes_any_text_and_needs_an_answer():
-    reward = build(config.ExactMatchReward(kind="exact_match"))
+    reward = build(config_rewards.ExactMatchReward(kind="exact_match"))
     reward.check_rows([{"answer": "#### 7"}, {"answer": 1.5}])
     with pytest.raises(ValueError, match=r"exact_match: row 0 .*no `answer`"):
         reward.check_rows([{"messages": [{"role": "user", "content": "q"}]}])
@@ -102,8 +102,8 @@ def test_extract_answer_takes_the_last_complete_one():
 
 def test_reasoning_gym_scores_and_threshold():
     rows = list(load_task(gym_task("chain_sum"), seed=1).train)
-    binary = config.ReasoningGymReward(kind="reasoning_gym")
-    partial = config.ReasoningGymReward(kind="reasoning_gym", threshold=None)
+    binary = config_rewards.ReasoningGymReward(kind="reasoning_gym")
+    partial = config_rewards.ReasoningGymReward(kind="reasoning_gym", threshold=None)
     build(binary).check_rows(rows)
     right = rows[0]["answer"]
     rambling = f"it is {right}"
@@ -115,12 +115,12 @@ def test_reasoning_gym_scores_and_threshold():
 
 def test_reasoning_gym_scorer_that_cannot_parse_scores_zero():
     row = load_task(gym_task("prime_factorization"), seed=1).train[0]
-    reward = config.ReasoningGymReward(kind="reasoning_gym", threshold=None)
+    reward = config_rewards.ReasoningGymReward(kind="reasoning_gym", threshold=None)
     assert score(reward, ["hello", row["answer"]], [row, row]) == [0.0, 1.0]
 
 
 def test_reasoning_gym_needs_its_own_rows():
-    reward = build(config.ReasoningGymReward(kind="reasoning_gym"))
+    reward = build(config_rewards.ReasoningGymReward(kind="reasoning_gym"))
     with pytest.raises(
         ValueError, match=r"row 0 .*has no dataset, metadata, options: .*data\.task\.kind=reasoning_gym"
     ):
@@ -135,7 +135,7 @@ def grader(tmp_path, monkeypatch):
     def make(body, name="score"):
         (tmp_path / "my_grader.py").write_text(f"def score(prompts, completions, rows):\n    {body}\n\nVALUE = 3\n")
         sys.modules.pop("my_grader", None)
-        return config.FunctionReward(kind="function", function=f"my_grader:{name}")
+        return config_rewards.FunctionReward(kind="function", function=f"my_grader:{name}")
 
     yield make
     sys.modules.pop("my_grader", None)
@@ -177,7 +177,7 @@ def test_broken_functions_are_named(grader, body, message):
 def test_a_failing_grader_names_its_sample():
     rows = [{"answer": "1"}, {}]
     with pytest.raises(rewards.RewardError, match=r"reward last_number, sample 1 \('2'\): KeyError: 'answer'"):
-        score(config.LastNumberReward(), ["1", "2"], rows)
+        score(config_rewards.LastNumberReward(), ["1", "2"], rows)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_failing_grader_names_its_sample():
 def test_functions_that_cannot_be_used_are_refused_at_the_start(grader, function, message):
     grader("return []")
     with pytest.raises(ValueError, match=rf"reward\.function='{function}': .*{message}"):
-        build(config.FunctionReward(kind="function", function=function))
+        build(config_rewards.FunctionReward(kind="function", function=function))
 
 
 def test_a_module_that_fails_on_import(grader, tmp_path):
@@ -202,6 +202,53 @@ def test_a_module_that_fails_on_import(grader, tmp_path):
         build(reward)
 
 
+@pytest.fixture
+def graders(tmp_path, monkeypatch):
+    """graders(name=(weight, body), ...) -> a weighted reward of functions with those bodies."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(**parts):
+        for name, (_, body) in parts.items():
+            (tmp_path / f"part_{name}.py").write_text(f"def score(prompts, completions, rows):\n    {body}\n")
+            sys.modules.pop(f"part_{name}", None)
+        sections = {
+            name: {"weight": weight, "reward": {"kind": "function", "function": f"part_{name}:score"}}
+            for name, (weight, _) in parts.items()
+        }
+        return config_rewards.WeightedReward.model_validate({"kind": "weighted", "parts": sections})
+
+    return make
+
+
+def test_a_weighted_reward_is_the_sum_of_its_parts_which_stay_known(graders):
+    reward = build(graders(right=(2.0, "return [1, 0, 1]"), long=(-0.5, "return [None, 4, len(completions[2])]")))
+    scores = reward(responses(["a", "b", "ccc"], [{}] * 3))
+    assert reward.names == ("right", "long")
+    np.testing.assert_array_equal(scores.heads_NK, [[1, np.nan], [0, 4], [1, 3]])
+    np.testing.assert_array_equal(scores.total_N, [2.0, -2.0, 0.5])
+
+
+def test_a_sample_that_no_part_grades_is_named(graders):
+    reward = build(graders(one=(1.0, "return [1, None]"), other=(1.0, "return [None, None]")))
+    with pytest.raises(rewards.RewardError, match=r"sample 1 \('bb'\): all rewards \(one, other\) returned None"):
+        reward(responses(["aa", "bb"], [{}] * 2))
+    broken = build(graders(one=(1.0, "return [1]"), other=(1.0, "return [float('nan')]")))
+    with pytest.raises(rewards.RewardError, match=r"reward other, sample 0 \('aa'\): returned nan"):
+        broken(responses(["aa"], [{}]))
+
+
+def test_a_part_that_cannot_be_used_is_named_by_its_section(graders):
+    reward = graders(one=(1.0, "return [1]"), other=(1.0, "return [1]"))
+    sys.modules.pop("part_other", None)
+    other = config_rewards.FunctionReward(kind="function", function="part_other:gone")
+    parts = dict(reward.parts) | {"other": config_rewards.RewardPart(reward=other)}
+    with pytest.raises(ValueError, match=r"reward\.parts\.other\.reward\.function='part_other:gone'"):
+        build(reward.model_copy(update={"parts": parts}))
+    mixed = {"right": {"reward": {"kind": "last_number"}}}
+    with pytest.raises(ValueError, match=r"reward right: row 0 .*no `answer`"):
+        build(config_rewards.WeightedReward.model_validate({"kind": "weighted", "parts": mixed})).check_rows([{}])
+
+
 def test_digit_fraction():
-    reward = config.FunctionReward(kind="function", function="jaxrl_post.rewards.text:digit_fraction")
+    reward = config_rewards.FunctionReward(kind="function", function="jaxrl_post.rewards.text:digit_fraction")
     assert score(reward, ["12ab", "", "7"], [{}] * 3) == [0.5, 0.0, 1.0]

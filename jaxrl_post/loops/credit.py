@@ -38,7 +38,8 @@ class Signals(NamedTuple):
 
     `reward_N` float32; `group_N`, `length_N` int32, tokens; `greedy_N` float32, the greedy answer's reward, for ReMax;
     `penalty_NR` float32, coef · KL of each token, for REINFORCE++ and a critic (for the others it is in `reward_N`);
-    `truncated_N` bool, cut by the token limit.
+    `truncated_N` bool, cut by the token limit; `heads_NK`, `weights_K` float32, each part of a weighted reward, NaN
+    where it is missing.
     """
 
     reward_N: Any
@@ -47,6 +48,8 @@ class Signals(NamedTuple):
     greedy_N: Any = None
     penalty_NR: Any = None
     truncated_N: Any = None
+    heads_NK: Any = None
+    weights_K: Any = None
 
 
 Estimate = Callable[[Signals], jax.Array]  # -> advantages float32 [N], or [N, R]
@@ -116,6 +119,8 @@ class Credit:
             greedy_N,
             penalty_NR if per_token else None,
             np.array([c.stop is StopReason.LENGTH for c in completions]),
+            np.float32(np.where(present_N[:, None], samples.scores.heads_NK, np.nan)),
+            np.array(self._job.reward.weights, np.float32),
         )
 
     def _reward_metrics(self, signals: Signals) -> Metrics:
@@ -225,6 +230,8 @@ def _by_name(name: str) -> Estimate:
             return lambda s: advantages.maxrl(s.reward_N, s.group_N)
         case "gpg":
             return lambda s: advantages.gpg(s.reward_N, s.group_N)
+        case "gdpo":
+            return lambda s: advantages.gdpo(s.heads_NK, s.group_N, s.weights_K)
         case "lite_ppo":
             return lambda s: advantages.batch_scaled(s.reward_N, s.group_N)
     raise AssertionError(f"no estimator {name}")

@@ -22,7 +22,7 @@ from jaxrl_post.training.loss import Scalars, policy_loss
 from jaxrl_post.training.optimizer import make_optimizer
 from jaxrl_post.training.packing import PackReport, PackShape, pack, pack_shape
 from jaxrl_post.training.state import TrainState, init_state, restorable_state, state_shardings
-from jaxrl_post.training.surrogate import sampler_metrics
+from jaxrl_post.training.surrogate import sampler_metrics, weighed_advantage
 from jaxrl_post.training.update import batch_shardings, make_score, make_update
 from jaxrl_post.types import TrainBatch, Trajectory
 from sharding.mesh import batch_shards
@@ -75,6 +75,9 @@ class Learner:
             chunk=chunk,
         )
         self._sampler_metrics = jax.jit(sampler_metrics(algorithm, num_sequences))
+        self._advantage = jax.jit(
+            weighed_advantage(algorithm, num_sequences), out_shardings=self._batch_shardings.advantage
+        )
         self._reference: Params | None = None
 
     @property
@@ -106,6 +109,8 @@ class Learner:
         minis = mini_batches(trajectories, algorithm.mini_batches)
         packed = [self._pack(mini, algorithm.keeps_zero_advantage) for mini in minis]
         batches = [(self._scored(state, batch, n_micro, phases), n_micro) for batch, n_micro, _ in packed]
+        if algorithm.normalizes_weights:
+            batches = [(batch._replace(advantage=self._advantage(batch)), n_micro) for batch, n_micro in batches]
         rows: list[Metrics] = []
         scored = algorithm.old_logprobs == "trainer"
         measured = self._measured_mismatch([batch for batch, n_micro in batches if n_micro and scored])

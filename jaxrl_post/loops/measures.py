@@ -34,6 +34,13 @@ def sample_metrics(
     }
 
 
+def part_metrics(names: Sequence[str], heads_NK: np.ndarray, prefix: str = "critic/score") -> Metrics:
+    """What each part of a weighted reward says of a step, where it says something; a reward of one part has none."""
+    parts = {name: head[~np.isnan(head)] for name, head in zip(names, heads_NK.T, strict=True)}
+    spread = {name: mean_max_min(x) for name, x in parts.items() if len(x) and len(names) > 1}
+    return {f"{prefix}/{name}/{kind}": value for name, found in spread.items() for kind, value in found.items()}
+
+
 def speed_metrics(tokens: float, seconds: float, devices: int) -> Metrics:
     """`perf/throughput` is prompt and response tokens per second and device over the whole step, as in verl."""
     peak_kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -5,7 +5,7 @@ P prompts a step, G samples each, N = P·G.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from jaxrl_post.loops.gather import Gather, Samples, grade, sample_greedily
 from jaxrl_post.loops.introduction import introduction
 from jaxrl_post.loops.job import Job, build, rollout_params
 from jaxrl_post.loops.learner import Learner
-from jaxrl_post.loops.measures import Metrics, sample_metrics, speed_metrics
+from jaxrl_post.loops.measures import Metrics, part_metrics, sample_metrics, speed_metrics
 from jaxrl_post.loops.network import initial_params
 from jaxrl_post.loops.run_folder import due, last_step, write_config
 from jaxrl_post.loops.taught_advantage import TaughtAdvantages
@@ -81,7 +81,7 @@ def run(config: Config) -> None:
             metrics |= sample_metrics(
                 samples.prompts, samples.rollout, samples.rewards_N, advantages_N, job.prompt_width
             )
-            metrics |= gathered | credited
+            metrics |= part_metrics(job.reward.names, samples.scores.heads_NK) | gathered | credited
             if due(step, config.evaluation.every, config.steps) and config.evaluation.enabled and job.held_out:
                 with phases("testing"):
                     metrics |= _note(progress, evaluate(job, sampler, state.params))
@@ -91,7 +91,7 @@ def run(config: Config) -> None:
                         step, state._asdict() | (critic.arrays() if critic else {}), gather.state() | credit.state()
                     )
             if config.dump_rollouts:
-                writer.write_rollouts(step, _dump(samples, advantages_N))
+                writer.write_rollouts(step, _dump(samples, job.reward.names, advantages_N))
             metrics |= phases.collect() | compiles.collect()
             metrics |= speed_metrics(metrics["perf/total_num_tokens"], metrics["timing_s/step"], job.network.mesh.size)
             writer.write(step, metrics)
@@ -105,7 +105,9 @@ def evaluate(job: Job, sampler: Sampler, params: Params) -> Metrics:
     """Mean reward of one greedy completion for each held-out prompt."""
     rollout = sample_greedily(job, sampler, rollout_params(job, params), job.held_out)
     _, scores = grade(job, job.held_out, rollout)
-    return {f"val-core/{job.task_name}/acc/mean@1": float(scores.total_N.mean())}
+    parts = part_metrics(job.reward.names, scores.heads_NK, f"val-aux/{job.task_name}")
+    means = {f"{name}@1": value for name, value in parts.items() if name.endswith("/mean")}
+    return {f"val-core/{job.task_name}/acc/mean@1": float(scores.total_N.mean())} | means
 
 
 def _start(
@@ -156,14 +158,15 @@ def _conclusion(run_dir: Path) -> str:
     )
 
 
-def _dump(samples: Samples, advantages_N: np.ndarray) -> Iterator[dict[str, Any]]:
-    completions = samples.rollout.completions
-    for c, text, reward, advantage in zip(completions, samples.texts, samples.rewards_N, advantages_N, strict=True):
+def _dump(samples: Samples, names: Sequence[str], advantages_N: np.ndarray) -> Iterator[dict[str, Any]]:
+    columns = (samples.rollout.completions, samples.texts, *samples.scores, advantages_N)
+    for c, text, reward, heads, advantage in zip(*columns, strict=True):
         prompt = samples.prompts[c.prompt]
         yield {
             "prompt": prompt.text,
             "completion": text,
             "reward": float(reward),
+            "scores": {name: None if np.isnan(x) else float(x) for name, x in zip(names, heads, strict=True)},
             "advantage": float(advantage),
             "stop": c.stop.name.lower(),
             "prompt_ids": list(prompt.ids),

@@ -138,9 +138,10 @@ def gpg(rewards_N: jax.Array, group_N: jax.Array, scale: float = 1.0) -> jax.Arr
 def gdpo(rewards_NK: jax.Array, group_N: jax.Array, head_weights_K: jax.Array) -> jax.Array:
     """GDPO (arXiv:2601.05242): GRPO's normalisation of every reward head alone, weighted sum, whitened over samples.
 
-    Whitening uses ddof 1 and 1e-6. A head missing for a sample adds 0 to its sum; a sample without any head gets 0.
+    The sums average 0 over the batch as they are, so whitening is division by their std (ddof 1) + 1e-6; over samples,
+    as in TRL, where verl counts tokens. A head missing for a sample adds 0 to its sum; one without any head gets 0.
     """
     heads_NK = jax.vmap(group_advantages, in_axes=(1, None), out_axes=1)(jnp.asarray(rewards_NK), group_N)
     total_N = jnp.sum(heads_NK * jnp.asarray(head_weights_K, jnp.float32)[None, :], axis=1)
     present_N = jnp.any(jnp.isfinite(rewards_NK), axis=1)
-    return live((total_N - masked_mean(total_N, present_N)) / (_std(total_N, present_N) + EPSILON), present_N)
+    return live(total_N / (_std(total_N, present_N) + EPSILON), present_N)

@@ -162,13 +162,20 @@ def kl_rejection(
     return _correction(jnp.ones_like(log_BT), spread(value_BS <= upper, mask_BT, sequence_BT) > 0, mask_BT)
 
 
-def batch_normalised(correction: Correction) -> Correction:
-    """Weights divided by their mean over the kept tokens (verl `rollout_is_batch_normalize`).
+def batch_norm_factor(
+    correction: Correction, sequence_BT: jax.Array | None = None, num_sequences: int = 1, *, by_sequence: bool
+) -> jax.Array:
+    """What to divide weights by so that they average 1 (verl `rollout_is_batch_normalize`), a float32 scalar.
 
-    Give it the batch of the whole update, before any split. All-zero weights stay zero.
+    Their mean over kept tokens; `by_sequence`, for weights that a sequence's tokens share, over sequences. Give it the
+    batch of the whole update, before any split. 1 where all weights are zero.
     """
-    mean = masked_mean(correction.weight, correction.keep)
-    return correction._replace(weight=correction.weight / jnp.where(mean > 0, mean, 1.0))
+    weight_BT, keep_BT = correction
+    mean = masked_mean(weight_BT, keep_BT)
+    if by_sequence:
+        sequences = (keep_BT, sequence_BT, num_sequences)
+        mean = masked_mean(sequence_mean(weight_BT, *sequences), sequence_length(*sequences) > 0)
+    return jnp.where(mean > 0, mean, 1.0)
 
 
 def _smallest(x: jax.Array, present: jax.Array) -> jax.Array:

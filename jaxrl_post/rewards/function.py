@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-RewardFunction = Callable[[list[str], list[str], list[dict[str, Any]]], Sequence[float]]
+RewardFunction = Callable[[list[str], list[str], list[dict[str, Any]]], Sequence[float | None]]
 """(prompts, completions, rows) -> one score for each completion; the three lists are aligned."""
 
 
@@ -19,10 +19,10 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())} ({Path(last.filename).name}:{last.lineno})"
 
 
-def load_function(path: str) -> RewardFunction:
-    """Imports `module:function`. Raises ValueError saying which part is wrong."""
+def load_function(path: str, section: str = "reward") -> RewardFunction:
+    """Imports `module:function`, given in that section of a recipe. Raises ValueError saying which part is wrong."""
     module_name, _, name = path.partition(":")
-    key = f"reward.function={path!r}"
+    key = f"{section}.function={path!r}"
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the module's own code runs here, and may raise anything

@@ -15,16 +15,16 @@ import numpy as np
 
 from jaxrl_post import recipes
 from jaxrl_post.checkpoint import Checkpointer
-from jaxrl_post.config import Mesh, ModelReward
+from jaxrl_post.config import Mesh
 from jaxrl_post.config_offline import OfflineConfig
+from jaxrl_post.config_rewards import ModelReward
 from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_post.loops.network import build_network
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.models.zoo import resolve
-from jaxrl_post.rewards.grader import Grader
+from jaxrl_post.rewards.grader import Score
 from jaxrl_post.training.offline_packing import example_shape, example_shardings, pack_examples
 from jaxrl_post.training.offline_update import make_forward, reward_model
-from jaxrl_post.types import Response
 from jaxrl_post.types_offline import Answer, Example
 from sharding.mesh import batch_shards
 from sharding.placement import place
@@ -45,12 +45,12 @@ class Setting:
     samples: int
 
 
-def open_grader(reward: ModelReward, setting: Setting) -> Grader:
+def open_score(reward: ModelReward, setting: Setting, section: str) -> Score:
     """The reward model of a recipe, on its run's mesh, without weights yet.
 
     Raises: ValueError as `RewardModel`, and when the ids of the policy do not mean the same to the reward model.
     """
-    key = f"reward.run_dir={reward.run_dir}"
+    key = f"{section}.run_dir={reward.run_dir}"
     try:
         model = RewardModel(
             reward.run_dir,
@@ -63,10 +63,7 @@ def open_grader(reward: ModelReward, setting: Setting) -> Grader:
         raise ValueError(f"{key}: {error}") from error
     _check_ids(model, setting, key)
 
-    def score(responses: Sequence[Response]) -> np.ndarray:
-        return model([r.prompt.ids for r in responses], [r.ids.tolist() for r in responses])
-
-    return Grader("model", score)
+    return lambda responses: model([r.prompt.ids for r in responses], [r.ids.tolist() for r in responses])
 
 
 def _check_ids(model: RewardModel, setting: Setting, key: str) -> None:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_post import config
+from jaxrl_post import config_rewards as config
 from jaxrl_post.rewards.function import load_function
 from jaxrl_post.rewards.grader import Grader, RewardError, by_text, one_by_one
 from jaxrl_post.rewards.gym import check_gym_row, gym_score
 from jaxrl_post.rewards.match import check_answer, check_integer_answer, exact_match, last_number
-from jaxrl_post.rewards.model import Setting, open_grader
+from jaxrl_post.rewards.model import Setting, open_score
 from jaxrl_post.types import Response
 
 
@@ -57,24 +57,35 @@ class Reward:
             grader.check_rows(rows)
 
 
-def build(reward: config.Reward, setting: Setting) -> Reward:
+def build(reward: config.SingleReward | config.WeightedReward, setting: Setting) -> Reward:
     """The reward a recipe's `reward` stands for; a reward model's weights are read at its first call.
 
-    Raises: ValueError for a function that cannot be imported and as `open_grader`.
+    Raises: ValueError for a function that cannot be imported and as `open_score`.
     """
-    return Reward((_grader(reward, setting),))
+    singles = config.single_rewards(reward)
+    if not isinstance(reward, config.WeightedReward):
+        return Reward((_grader(reward, _name(reward), "reward", setting),))
+    graders = [
+        dataclasses.replace(_grader(single, name, section, setting), may_abstain=True)
+        for name, (section, single) in zip(reward.parts, singles.items(), strict=True)
+    ]
+    return Reward(tuple(graders), tuple(part.weight for part in reward.parts.values()))
 
 
-def _grader(reward: config.Reward, setting: Setting) -> Grader:
+def _name(reward: config.SingleReward) -> str:
+    return reward.function if isinstance(reward, config.FunctionReward) else reward.kind
+
+
+def _grader(reward: config.SingleReward, name: str, section: str, setting: Setting) -> Grader:
     match reward:
         case config.LastNumberReward():
-            return Grader(reward.kind, one_by_one(reward.kind, last_number), check_integer_answer)
+            return Grader(name, one_by_one(name, last_number), check_integer_answer)
         case config.ExactMatchReward():
-            return Grader(reward.kind, one_by_one(reward.kind, exact_match), check_answer)
+            return Grader(name, one_by_one(name, exact_match), check_answer)
         case config.ReasoningGymReward():
             grade = functools.partial(gym_score, threshold=reward.threshold)
-            return Grader(reward.kind, one_by_one(reward.kind, grade), check_gym_row)
+            return Grader(name, one_by_one(name, grade), check_gym_row)
         case config.FunctionReward():
-            return Grader(reward.function, by_text(load_function(reward.function)))
+            return Grader(name, by_text(load_function(reward.function, section)))
         case config.ModelReward():
-            return open_grader(reward, setting)
+            return Grader(name, open_score(reward, setting, section))

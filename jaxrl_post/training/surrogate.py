@@ -104,9 +104,37 @@ def sampler_metrics(algorithm: PolicyMethod, num_sequences: int) -> Callable[[Tr
             return found
         low, high = _bounds(algorithm.correction)
         correction = correct(algorithm.correction, num_sequences)(flat.old_logp, flat)
+        if algorithm.normalizes_weights:
+            factor = batch_norm_factor(algorithm.correction, num_sequences)(batch)
+            found["rollout_corr/rollout_is_batch_norm_factor"] = factor
         return found | mismatch.correction_metrics(correction, flat.mask, low=low, high=high, **sequences)
 
     return metrics
+
+
+def weighed_advantage(algorithm: PolicyMethod, num_sequences: int) -> Callable[[TrainBatch], jax.Array]:
+    """Advantages of a whole update over the mean weight of its correction, where that is to be 1; else as they are.
+
+    Every surrogate that may be weighed so is linear in a positive factor of the advantage, so that this divides each
+    weight by their mean, whatever the update is split into.
+    """
+    match algorithm.correction:
+        case TokenTIS(batch_normalize=True) | SequenceTIS(batch_normalize=True) as correction:
+            factor = batch_norm_factor(correction, num_sequences)
+            return lambda batch: batch.advantage / factor(batch)
+    return lambda batch: batch.advantage
+
+
+def batch_norm_factor(correction: AnyCorrection, num_sequences: int) -> Callable[[TrainBatch], jax.Array]:
+    """The mean weight of a whole update [A, B, M] whose `old_logp` is the trainer's, a float32 scalar."""
+
+    def factor(batch: TrainBatch) -> jax.Array:
+        flat = TrainBatch(*(field.reshape(-1, field.shape[-1]) for field in batch))
+        weights = correct(correction, num_sequences)(flat.old_logp, flat)
+        by_sequence = isinstance(correction, SequenceTIS)
+        return mismatch.batch_norm_factor(weights, **_sequences(flat, num_sequences), by_sequence=by_sequence)
+
+    return factor
 
 
 def _bounds(correction: AnyCorrection) -> tuple[float, float]:

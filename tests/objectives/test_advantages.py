@@ -133,6 +133,17 @@ def test_gdpo_normalises_each_head_alone(transform):
     np.testing.assert_allclose(transform(advantages.gdpo)(rewards, groups, weights), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_gdpo_groups_without_signal_stay_exactly_zero(transform):
+    """A group whose heads are all equal, a group of one, and a head that is constant beside one that is not."""
+    rewards = np.array([[0.1, 7], [0.1, 7], [0.1, 7], [5, 5], [1, 3], [2, 3], [4, 3]], np.float32)
+    groups = np.array([0, 0, 0, 1, 2, 2, 2])
+    result = np.asarray(transform(advantages.gdpo)(rewards, groups, np.array([1.0, 10.0])))
+    np.testing.assert_array_equal(result[:4], 0)
+    head = (np.array([1, 2, 4]) - 7 / 3) / np.std([1, 2, 4], ddof=1)
+    np.testing.assert_allclose(result[4:], head / np.std([0, 0, 0, 0, *head], ddof=1), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "f",
     [

@@ -76,12 +76,14 @@ def test_kl_rejection(estimator):
         assert 0 < keep.sum() < MASK.sum()
 
 
-def test_batch_normalised_weights_average_one():
-    weight, _ = correct(lambda *a: mismatch.batch_normalised(mismatch.token_tis(*a)))
-    expected = MASK * np.minimum(RATIO, 2)
-    np.testing.assert_allclose(weight, expected / expected[MASK].mean(), rtol=1e-5)
+def test_batch_norm_factors_are_means_over_tokens_and_over_sequences():
+    factor = correct(lambda *a: mismatch.batch_norm_factor(mismatch.token_tis(*a), by_sequence=False))
+    np.testing.assert_allclose(factor, np.minimum(RATIO, 2)[MASK].mean(), rtol=1e-5)
+    shared = lambda *a: mismatch.sequence_tis(*a, high=1.5, **PACKED)
+    factor = correct(lambda *a: mismatch.batch_norm_factor(shared(*a), **PACKED, by_sequence=True))
+    np.testing.assert_allclose(factor, np.mean([min(RATIO[own].prod(), 1.5) for own in OWNERS]), rtol=1e-5)
     nothing = mismatch.Correction(jnp.zeros((1, 2)), jnp.zeros((1, 2), bool))
-    np.testing.assert_array_equal(mismatch.batch_normalised(nothing).weight, 0)
+    assert mismatch.batch_norm_factor(nothing, by_sequence=False) == 1
 
 
 def test_no_gradient_flows_through_a_weight():

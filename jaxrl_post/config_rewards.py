@@ -1,0 +1,87 @@
+"""What grades a run's samples: one reward, or several with weights."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from jaxrl_post.config_base import Fraction, Section, default_kind
+
+
+class LastNumberReward(Section):
+    """1 when the last integer in the completion equals the row's `answer`, else 0."""
+
+    kind: Literal["last_number"] = "last_number"
+
+
+class ExactMatchReward(Section):
+    """1 when the completion, stripped of white space, equals the row's `answer`, else 0."""
+
+    kind: Literal["exact_match"]
+
+
+class ReasoningGymReward(Section):
+    """The task's own scorer on the text inside <answer>…</answer> (or the whole text); binary at `threshold`."""
+
+    kind: Literal["reasoning_gym"]
+    threshold: Fraction | None = 0.99
+    """Scores at or above become 1, others 0; null keeps the scorer's value."""
+
+
+class FunctionReward(Section):
+    """`module:function` called with (prompts, completions, rows); returns one float per completion."""
+
+    kind: Literal["function"]
+    function: str = Field(pattern=r"^[\w.]+:\w+$")
+
+
+class ModelReward(Section):
+    """The score of a reward model, as trained by a recipe of `algorithm.kind: reward_model`, on the run's own mesh.
+
+    It reads the sampled token ids, so its tokenizer must be the policy's.
+    """
+
+    kind: Literal["model"]
+    run_dir: str
+    """The run_dir of the recipe that trained it; its newest checkpoint is taken."""
+    tokens_per_batch: PositiveInt = 4096
+    """Token positions a device holds in one forward pass."""
+
+
+SingleReward = LastNumberReward | ExactMatchReward | ReasoningGymReward | FunctionReward | ModelReward
+
+
+class RewardPart(Section):
+    """One of several rewards."""
+
+    weight: float = 1.0
+    """In the sum; 0 measures the part and trains on the others, below 0 it is a punishment."""
+    reward: Annotated[SingleReward, Field(discriminator="kind")]
+
+
+class WeightedReward(Section):
+    """Σ weight · score over named parts; `algorithm.kind: gdpo` compares them one by one.
+
+    A function may return None for a sample that it has nothing to say of; it then adds nothing to that sample's sum.
+    """
+
+    kind: Literal["weighted"]
+    parts: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][\w-]*$")], RewardPart] = Field(min_length=1)
+    """By name, under which each is measured: critic/score/NAME/mean."""
+
+    @model_validator(mode="after")
+    def _a_weight(self) -> WeightedReward:
+        if not any(part.weight for part in self.parts.values()):
+            raise ValueError("reward.parts all have weight=0, which leaves nothing to learn: give one another weight")
+        return self
+
+
+Reward = Annotated[SingleReward | WeightedReward, Field(discriminator="kind"), default_kind("last_number")]
+
+
+def single_rewards(reward: SingleReward | WeightedReward) -> dict[str, SingleReward]:
+    """The rewards that look at samples, each by its section's dotted name."""
+    if isinstance(reward, WeightedReward):
+        return {f"reward.parts.{name}.reward": part.reward for name, part in reward.parts.items()}
+    return {"reward": reward}
