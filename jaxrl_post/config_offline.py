@@ -11,18 +11,34 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, PositiveInt, model_validator
 
 from jaxrl_post.config import Checkpoint, Config, Mesh, Model
-from jaxrl_post.config_base import Count, NonNegative, Positive, Section
+from jaxrl_post.config_base import Count, Fraction, NonNegative, Positive, Section
+from jaxrl_post.config_distillation import Divergence
 from jaxrl_post.config_optimizer import Optimizer
+from jaxrl_post.config_teachers import Taught
 
 Smoothing = Annotated[float, Field(ge=0.0, lt=0.5)]
 Mixable = Literal["dpo", "hinge", "ipo", "nca", "bco", "sppo", "sft"]
 
 
-class SFT(Section):
+class FineTuning(Section):
+    aggregation: Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+
+
+class SFT(FineTuning):
     """Supervised fine-tuning: −log p of what the assistant says, end of turn included."""
 
     kind: Literal["sft"]
-    aggregation: Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+
+
+class SFTDistillation(FineTuning, Divergence, Taught):
+    """Distillation on given text: a divergence to the teacher's distribution at each token of the answers, mixed with
+    fine-tuning on the tokens themselves (arXiv:1503.02531)."""
+
+    kind: Literal["sft_distillation"]
+    divergence: Literal["forward_kl", "reverse_kl", "js"] = "forward_kl"
+    """KL(teacher ‖ student), KL(student ‖ teacher), or GKD's generalised Jensen–Shannon (arXiv:2306.13649)."""
+    sft_weight: Fraction = 0.5
+    """w of (1 − w) · divergence + w · (−log p)."""
 
 
 class Referenced(Section):
@@ -141,13 +157,16 @@ class RewardModel(Section):
 
 
 Algorithm = (
-    SFT | DPO | RobustDPO | Hinge | IPO | EXO | NCA | BCO | SPPO | KTO | ORPO | SimPO | CPO | RewardModel
+    SFT
+    | SFTDistillation
+    | DPO | RobustDPO | Hinge | IPO | EXO | NCA | BCO | SPPO | KTO | ORPO | SimPO | CPO | RewardModel
 )  # fmt: skip
 
 
 class OfflineData(Section):
     path: str
-    """JSON lines, UTF-8. sft: {messages}, or {prompt, completion}; kto: {prompt, completion, label: true or false};
+    """JSON lines, UTF-8. sft, sft_distillation: {messages}, or {prompt, completion};
+    kto: {prompt, completion, label: true or false};
     other kinds: {prompt, chosen, rejected}, for reward_model with `margin` if you like. A prompt is text or a list of
     messages."""
     held_out_path: str | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from jaxrl_post.types import TrainBatch
+from jaxrl_post.types import Lesson, TeacherView, TrainBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +28,15 @@ class Answer:
 class Example:
     """A prompt with K answers: 1 for fine-tuning and labelled answers, (chosen, rejected) for a pair.
 
-    `desirable` is the label of a labelled answer, `margin` by how much the chosen answer should win.
+    `desirable` is the label of a labelled answer, `margin` by how much the chosen answer should win, `lesson` what a
+    teacher makes of the prompt.
     """
 
     prompt_ids: tuple[int, ...]
     answers: tuple[Answer, ...]
     desirable: bool = True
     margin: float = 0.0
+    lesson: Lesson = dataclasses.field(default=Lesson())
 
     @property
     def ids(self) -> tuple[tuple[int, ...], ...]:
@@ -43,8 +45,9 @@ class Example:
 
     @property
     def size(self) -> int:
-        """Columns of a row it takes."""
-        return len(self.prompt_ids) + sum(len(answer.ids) for answer in self.answers)
+        """Columns of a row it takes, also with the prompt that a teacher sees."""
+        prompt = max(len(self.prompt_ids), len(self.lesson.prompt_ids or ()))
+        return prompt + sum(len(answer.ids) for answer in self.answers)
 
     @property
     def targets(self) -> int:
@@ -73,3 +76,11 @@ class OfflineBatch(NamedTuple):
 
     rows: TrainBatch
     examples: ExampleFields
+
+
+class TaughtExamples(NamedTuple):
+    """An `OfflineBatch` and what teachers read of its rows."""
+
+    rows: TrainBatch
+    examples: ExampleFields
+    view: TeacherView

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxrl_post import config
 from jaxrl_post.config_teachers import Demonstrated, Taught
@@ -60,11 +60,15 @@ def shown(row: Row, teacher: Demonstrated) -> Row:
     return row | {key: turns}
 
 
+def lesson_of(row: Row, taught: Taught, prompt_ids: Callable[[Row], tuple[int, ...]]) -> Lesson:
+    """The row's lesson; `prompt_ids` tokenises its prompt. Raises: ValueError as `choose`, `shown` and `prompt_ids`."""
+    number, teacher = choose(row, taught)
+    seen = shown(row, teacher)
+    return Lesson(number, None if seen is row else prompt_ids(seen))
+
+
 def _lesson(prompt: Prompt, taught: Taught, tokenizer: Tokenizer, data: config.Data) -> Lesson:
-    where = f"the row with prompt {prompt.row.get('prompt', prompt.text)!r}"
     try:
-        number, teacher = choose(prompt.row, taught)
-        seen = shown(prompt.row, teacher)
+        return lesson_of(prompt.row, taught, lambda row: prompt_of(row, tokenizer, data, "as the teacher sees it").ids)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    return Lesson(number, None if seen is prompt.row else prompt_of(seen, tokenizer, data, where).ids)
+        raise ValueError(f"the row with prompt {prompt.row.get('prompt', prompt.text)!r}: {error}") from None

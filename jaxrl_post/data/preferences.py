@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -10,8 +11,10 @@ import numpy as np
 
 from jaxrl_post.config import JsonlTask
 from jaxrl_post.config_offline import OfflineConfig, OfflineData
+from jaxrl_post.config_teachers import Taught
 from jaxrl_post.data.conversations import conversation, prompt_and_answer
 from jaxrl_post.data.jsonl import Row, read_rows
+from jaxrl_post.data.lessons import lesson_of
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.types_offline import Answer, Example
 
@@ -38,6 +41,8 @@ def load_examples(
     path, place = getattr(data, key), f"data.{key}={getattr(data, key)!r}"
     rows, skipped = read_rows(path, JsonlTask(kind="jsonl", path=path, on_bad_row=data.on_bad_row), f"data.{key}")
     read = reader(config.algorithm.kind)
+    if isinstance(config.algorithm, Taught):
+        read = with_lesson(read, config.algorithm)
     examples = []
     for number, row in enumerate(rows):
         try:
@@ -79,7 +84,17 @@ def hold_out(examples: Sequence[Example], fraction: float, seed: int) -> tuple[l
 
 def reader(kind: str) -> Reader:
     """What turns a row into an example of this `algorithm.kind`."""
-    return {"sft": conversation, "kto": labelled}.get(kind, pair)
+    return {"sft": conversation, "sft_distillation": conversation, "kto": labelled}.get(kind, pair)
+
+
+def with_lesson(read: Reader, taught: Taught) -> Reader:
+    """Examples with their teacher and the prompt it sees. Raises: ValueError as `lesson_of`."""
+
+    def taught_example(row: Row, tokenizer: Tokenizer, data: OfflineData) -> Example:
+        lesson = lesson_of(row, taught, lambda seen: read(seen, tokenizer, data).prompt_ids)
+        return dataclasses.replace(read(row, tokenizer, data), lesson=lesson)
+
+    return taught_example
 
 
 def pair(row: Row, tokenizer: Tokenizer, data: OfflineData) -> Example:
@@ -115,7 +130,7 @@ def cut(example: Example, max_tokens: int) -> Example:
     """Prompt and answer within `max_tokens`, each answer by itself; an answer may be left with no token."""
     room = max(max_tokens - len(example.prompt_ids), 0)
     answers = tuple(Answer(answer.ids[:room], answer.trained[:room]) for answer in example.answers)
-    return Example(example.prompt_ids, answers, example.desirable, example.margin)
+    return dataclasses.replace(example, answers=answers)
 
 
 def mismatched(examples: Sequence[Example], max_tokens: int) -> list[Example]:

@@ -124,10 +124,5 @@ def _check_stop_ids(job: Job) -> None:
 def _check_lessons(job: Job) -> None:
     """Where teachers see prompts of their own, these and a response must lie within a teacher's positions."""
     for prompt in job.train_prompts if job.teachers else []:
-        teacher = job.teachers[prompt.lesson.teacher]
-        seen, limit = len(prompt.lesson.prompt_ids or prompt.ids), teacher.network.model.max_positions
-        if seen + job.config.rollout.max_new_tokens > limit:
-            raise ValueError(
-                f"teacher {teacher.name!r} sees {seen} tokens before the answer to {prompt.text[:80]!r}; with "
-                f"rollout.max_new_tokens={job.config.rollout.max_new_tokens} that exceeds its {limit} positions"
-            )
+        seen = len(prompt.lesson.prompt_ids or prompt.ids)
+        job.teachers[prompt.lesson.teacher].check_positions(seen + job.config.rollout.max_new_tokens)

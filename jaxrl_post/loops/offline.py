@@ -15,6 +15,7 @@ from jaxrl_post.loops.offline_job import OfflineJob, build
 from jaxrl_post.loops.offline_learner import OfflineLearner
 from jaxrl_post.loops.offline_reference import reference_scores
 from jaxrl_post.loops.run_folder import due, last_step, write_config
+from jaxrl_post.loops.teachers import Teachers
 from jaxrl_post.observe.compiles import CompileCounter
 from jaxrl_post.observe.metrics import METRICS, MetricsWriter
 from jaxrl_post.observe.plot import OFFLINE, plot_curves
@@ -33,13 +34,15 @@ def run(config: OfflineConfig) -> None:
     """
     job = build(config)
     run_dir = Path(config.run_dir)
-    learner = OfflineLearner(job)
+    teachers = Teachers(job.teachers)
+    learner = OfflineLearner(job, teachers)
     checkpoints = Checkpointer(run_dir / "checkpoints", config.checkpoint.keep_last)
     done = last_step(checkpoints, config)
     if done >= config.steps:
         print(f"{run_dir} is at step {done} of {config.steps} already: give more `steps`, or another `run_dir`")
         return
     stream = Stream(job.examples, config.data.examples_per_step, config.seed, config.data.shuffle)
+    teachers.load()
     state = _start(job, checkpoints, learner, stream, done)
     write_config(config, run_dir)
 

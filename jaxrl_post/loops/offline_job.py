@@ -10,9 +10,11 @@ import logging
 from typing import Literal
 
 from jaxrl_post.config_offline import OfflineConfig
+from jaxrl_post.config_teachers import Taught
 from jaxrl_post.data.preferences import Report, hold_out, load_examples
 from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_post.loops.network import Network, build_network, check_ids, check_positions
+from jaxrl_post.loops.teachers import Teacher, build_teachers
 from jaxrl_post.models.huggingface import open_checked
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.types_offline import Example
@@ -31,6 +33,7 @@ class OfflineJob:
     held_out: list[Example]
     report: Report
     """Of `data.path`, before any of it is held out."""
+    teachers: tuple[Teacher, ...] = ()
 
 
 def build(config: OfflineConfig) -> OfflineJob:
@@ -49,7 +52,11 @@ def build(config: OfflineConfig) -> OfflineJob:
         open_checked(folder, network.model)
     check_positions(network, {"data.max_tokens": config.data.max_tokens})
     check_ids(network, ((f"an example of {config.data.path}", ids) for e in (*examples, *held_out) for ids in e.ids))
-    return OfflineJob(config, network, tokenizer, examples, held_out, report)
+    taught = config.algorithm if isinstance(config.algorithm, Taught) else None
+    teachers = build_teachers(taught, network, config.seed, tokenizer)
+    for example in (*examples, *held_out) if teachers else ():
+        teachers[example.lesson.teacher].check_positions(example.size)
+    return OfflineJob(config, network, tokenizer, examples, held_out, report, teachers)
 
 
 def _loaded(

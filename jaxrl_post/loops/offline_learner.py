@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_post.config_offline import KTO, SFT
+from jaxrl_post.config_offline import KTO, FineTuning, SFTDistillation
 from jaxrl_post.data.preferences import mismatched
 from jaxrl_post.loops.offline_job import OfflineJob
+from jaxrl_post.loops.teachers import NO_TEACHERS, Teachers
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.observe.progress import Phases
+from jaxrl_post.training.distillation_loss import taught_forward
 from jaxrl_post.training.log_ratios import mean_ratio, reference_point
 from jaxrl_post.training.offline_packing import (
     ExampleShape,
@@ -28,6 +30,7 @@ from jaxrl_post.training.offline_packing import (
     unpack_targets,
 )
 from jaxrl_post.training.offline_update import (
+    Forward,
     language_model,
     make_evaluate,
     make_forward,
@@ -38,7 +41,10 @@ from jaxrl_post.training.optimizer import make_optimizer
 from jaxrl_post.training.packing import PackReport
 from jaxrl_post.training.preference_loss import needs_reference, needs_shift, offline_loss, reward_scale
 from jaxrl_post.training.state import TrainState, init_state, restorable_state, state_shardings
-from jaxrl_post.types_offline import Example, OfflineBatch
+from jaxrl_post.training.teacher_view import example_view, view_shardings
+from jaxrl_post.training.update import row_placement
+from jaxrl_post.types import TaughtBatch
+from jaxrl_post.types_offline import Example, OfflineBatch, TaughtExamples
 from sharding.mesh import batch_shards
 from sharding.placement import place, reshard
 
@@ -55,29 +61,45 @@ CORE = {
 class OfflineLearner:
     """The compiled update of a run, the frozen reference where the loss has one, and BCO's running mean."""
 
-    def __init__(self, job: OfflineJob):
+    def __init__(self, job: OfflineJob, teachers: Teachers = NO_TEACHERS):
         config, network = job.config, job.network
+        self._teachers = teachers
         self._job, self._algorithm = job, config.algorithm
         self._optimizer = make_optimizer(config.optimizer, config.steps)
         self._shardings = state_shardings(network.abstract_params, network.axes, self._optimizer, network.mesh)
         self.shape = _shape(job)
-        self._batch_shardings = example_shardings(self.shape, network.mesh)
-        chunk = config.training.logprob_chunk
-        forward = (
-            reward_model(network.graphdef, self._batch_shardings)
-            if network.has_head
-            else language_model(network.graphdef, self._batch_shardings, chunk)
+        self._batch_shardings: Any = example_shardings(self.shape, network.mesh)
+        if teachers.shardings:
+            self._batch_shardings = TaughtExamples(
+                *self._batch_shardings, view=view_shardings(self._batch_shardings.rows)
+            )
+        forward, loss = self._forward(), offline_loss(self._algorithm)
+        placed = {"batch_shardings": self._batch_shardings, "constant_shardings": teachers.shardings or None}
+        self._update = make_offline_update(forward, self._optimizer, loss, shardings=self._shardings, **placed)
+        self._evaluate = make_evaluate(forward, loss, params_shardings=self._shardings.params, **placed)
+        self._score = make_forward(
+            forward, params_shardings=self._shardings.params, batch_shardings=self._batch_shardings
         )
-        loss = offline_loss(self._algorithm)
-        self._update = make_offline_update(
-            forward, self._optimizer, loss, shardings=self._shardings, batch_shardings=self._batch_shardings
-        )
-        placed = {"params_shardings": self._shardings.params, "batch_shardings": self._batch_shardings}
-        self._score = make_forward(forward, **placed)
-        self._evaluate = make_evaluate(forward, loss, **placed)
         self._reference: Params | None = None
         self._scores: dict[Example, np.ndarray] = {}
         self._shift = {"updates": 0, "mean": 0.0}
+
+    def _forward(self) -> Forward:
+        """What the loss reads: scores of a reward model, or log-probs, with divergences to teachers where there are."""
+        network, rows, chunk = self._job.network, self._batch_shardings.rows, self._job.config.training.logprob_chunk
+        if network.has_head:
+            return reward_model(network.graphdef, self._batch_shardings)
+        if not isinstance(self._algorithm, SFTDistillation):
+            return language_model(network.graphdef, self._batch_shardings, chunk)
+        graphdefs, place_rows = self._teachers.graphdefs, row_placement(rows)
+        taught = taught_forward(
+            network.graphdef, graphdefs, self._algorithm, temperature=1.0, chunk=chunk, place=place_rows
+        )
+
+        def forward(params: Params, micro: Any, weights: Any) -> Any:
+            return taught(params, weights, TaughtBatch(micro.rows, micro.view))
+
+        return forward
 
     @property
     def needs_reference(self) -> bool:
@@ -133,7 +155,7 @@ class OfflineLearner:
 
         KTO's reference point is that of all the examples together; BCO's shift is the one training has come to.
         """
-        constant = jnp.float32(self._shift["mean"])
+        constant: Any = self._teachers.params or jnp.float32(self._shift["mean"])
         if isinstance(self._algorithm, KTO):
             others = list(self._parts(mismatched(examples, self._job.config.data.max_tokens), phases))
             scores = [self._score(params, batch, n_micro) for batch, n_micro in others]
@@ -160,14 +182,15 @@ class OfflineLearner:
         return {name: value for name, value in metrics.items() if "/" not in name or name.startswith("actor/")}
 
     def _weights(self, examples: Sequence[Example]) -> Weights:
-        aggregation = self._algorithm.aggregation if isinstance(self._algorithm, SFT) else "token-mean"
+        aggregation = self._algorithm.aggregation if isinstance(self._algorithm, FineTuning) else "token-mean"
         return example_weights(examples, aggregation)
 
-    def _packed(
-        self, examples: Sequence[Example], weights: Weights | None = None
-    ) -> tuple[OfflineBatch, int, PackReport]:
+    def _packed(self, examples: Sequence[Example], weights: Weights | None = None) -> tuple[Any, int, PackReport]:
         known = [self._scores[example] for example in examples] if self._scores else None
-        batch, n_micro, report = pack_examples(examples, self.shape, weights or self._weights(examples), known)
+        packed, n_micro, report = pack_examples(examples, self.shape, weights or self._weights(examples), known)
+        batch: OfflineBatch | TaughtExamples = packed
+        if self._teachers.shardings:
+            batch = TaughtExamples(*packed, view=example_view(packed.rows, examples, self.shape))
         return place(batch, self._batch_shardings), n_micro, report
 
     def _referenced(self, batch: OfflineBatch, n_micro: int, phases: Phases) -> OfflineBatch:
@@ -179,8 +202,8 @@ class OfflineLearner:
 
     def _constant(
         self, state: TrainState, examples: Sequence[Example], batch: OfflineBatch, n_micro: int, phases: Phases
-    ) -> tuple[jax.Array, Metrics]:
-        """KTO's reference point or BCO's shift, under the policy before the update; 0 for the others."""
+    ) -> tuple[Any, Metrics]:
+        """KTO's reference point or BCO's shift, under the policy before the update; teachers' weights; else 0."""
         if isinstance(self._algorithm, KTO):
             with phases("reference_point"):
                 others, count, _ = self._packed(mismatched(examples, self._job.config.data.max_tokens))
@@ -193,7 +216,7 @@ class OfflineLearner:
             n, mean = self._shift["updates"], self._shift["mean"]
             self._shift = {"updates": n + 1, "mean": mean + (reward_scale(self._algorithm) * ratio - mean) / (n + 1)}
             return jnp.float32(self._shift["mean"]), {"rewards/shift": self._shift["mean"]}
-        return jnp.float32(0), {}
+        return self._teachers.params or jnp.float32(0), {}
 
 
 def _shape(job: OfflineJob) -> ExampleShape:

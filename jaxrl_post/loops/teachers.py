@@ -32,6 +32,15 @@ class Teacher:
     seed: int
     is_student: bool
 
+    def check_positions(self, tokens: int) -> None:
+        """Raises: ValueError when the teacher cannot see so many."""
+        limit = self.network.model.max_positions
+        if tokens > limit:
+            raise ValueError(
+                f"teacher {self.name!r} has {limit} positions, and what it sees of a row and answer takes {tokens}: "
+                "shorten its demonstrations, the prompts or the answers"
+            )
+
     def params(self) -> Params | tuple[()]:
         """The frozen weights, read from the folder or drawn from the seed; () for the student."""
         if self.is_student:

@@ -105,8 +105,8 @@ def pack_examples(
     Raises: ValueError when examples do not fit `shape`.
     """
     weights = example_weights(examples) if weights is None else weights
-    batch, layout = empty_examples(shape), _layout(examples, shape)
-    for (a, b), row in layout:
+    batch, rows = empty_examples(shape), layout(examples, shape)
+    for (a, b), row in rows:
         view = OfflineBatch(
             TrainBatch(*(field[a, b] for field in batch.rows)),
             ExampleFields(*(field[a, b] for field in batch.examples)),
@@ -117,23 +117,23 @@ def pack_examples(
         if ref_logp is not None:
             known = np.concatenate([ref_logp[i] for i in row])
             view.rows.ref_logp[: len(known)] = known
-    n_micro = math.ceil(len(layout) / shape.rows.rows)
+    n_micro = math.ceil(len(rows) / shape.rows.rows)
     positions = n_micro * shape.rows.rows * shape.rows.length
     occupancy = np.count_nonzero(batch.rows.segments) / positions
     targets = sum(example.targets for example in examples)
-    return batch, n_micro, PackReport(len(examples) * shape.answers, 0, len(layout), targets, occupancy)
+    return batch, n_micro, PackReport(len(examples) * shape.answers, 0, len(rows), targets, occupancy)
 
 
 def unpack_targets(x_ABM: np.ndarray, examples: Sequence[Example], shape: ExampleShape) -> list[np.ndarray]:
     """The values at each example's targets, of an array made from `pack_examples` of the same examples."""
     parts: dict[int, np.ndarray] = {}
-    for (a, b), row in _layout(examples, shape):
+    for (a, b), row in layout(examples, shape):
         ends = np.cumsum([examples[i].targets for i in row])
         parts |= zip(row, np.split(x_ABM[a, b, : ends[-1]], ends[:-1]), strict=True)
     return [parts[i] for i in range(len(examples))]
 
 
-def _layout(examples: Sequence[Example], shape: ExampleShape) -> list[tuple[tuple[int, int], list[int]]]:
+def layout(examples: Sequence[Example], shape: ExampleShape) -> list[tuple[tuple[int, int], list[int]]]:
     """(micro-batch, row) and the examples of each row, in the order in which they and their targets stand there."""
     rows = best_fit([example.size for example in examples], shape.rows.length)
     if len(rows) > shape.rows.micro_batches * shape.rows.rows or max(map(len, rows)) > shape.examples:

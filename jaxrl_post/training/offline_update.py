@@ -23,8 +23,8 @@ from jaxrl_post.training.update import apply_gradients, micro, placed_gradient, 
 from jaxrl_post.types_offline import OfflineBatch
 
 Tree = Any
-# (params, micro-batch) -> what the loss reads
-Forward = Callable[[Tree, OfflineBatch], tuple[jax.Array, ...]]
+# (params, micro-batch, constant of the update) -> what the loss reads
+Forward = Callable[[Tree, OfflineBatch, Any], Any]
 OfflineUpdate = Callable[[TrainState, OfflineBatch, Any, Any], tuple[TrainState, Scalars]]
 Evaluate = Callable[[Tree, OfflineBatch, Any, Any], Scalars]
 
@@ -33,7 +33,7 @@ def language_model(graphdef: nnx.GraphDef, batch_shardings: OfflineBatch, chunk:
     """Log-prob and entropy of every target, float32 [B, M] each, at temperature 1."""
     place = row_placement(batch_shardings.rows)
 
-    def forward(params: Tree, micro: OfflineBatch) -> tuple[jax.Array, ...]:
+    def forward(params: Tree, micro: OfflineBatch, _: Any) -> tuple[jax.Array, ...]:
         rows = micro.rows
         return token_logprobs(
             nnx.merge(graphdef, params),
@@ -59,7 +59,7 @@ def reward_model(graphdef: nnx.GraphDef, batch_shardings: OfflineBatch) -> Forwa
     """
     place = row_placement(batch_shardings.rows)
 
-    def forward(params: Tree, micro: OfflineBatch) -> tuple[jax.Array, ...]:
+    def forward(params: Tree, micro: OfflineBatch, _: Any) -> tuple[jax.Array, ...]:
         rows = micro.rows
         decoder = nnx.merge(graphdef, params["decoder"])
         x_BTD = decoder.hidden(rows.tokens, rows.positions, rows.segments, rows.branches, place)
@@ -75,16 +75,17 @@ def make_offline_update(
     *,
     shardings: TrainState,
     batch_shardings: OfflineBatch,
+    constant_shardings: Tree = None,
 ) -> OfflineUpdate:
     """A jitted `update(state, batch, constant, n_micro) -> (state, metrics)`; the state is donated.
 
     Gradients and metrics of the first `n_micro` micro-batches add up, in float32: weights in the batch already make
-    their sums those of the whole update. `constant` is the loss's scalar. Metrics beside the loss's own are those of
-    `update.apply_gradients`.
+    their sums those of the whole update. `constant` is the loss's scalar, or what else its forward pass reads, on
+    `constant_shardings` (None: on every device). Metrics beside the loss's own are those of `update.apply_gradients`.
     """
 
     def micro_loss(params: Tree, micro: OfflineBatch, constant: jax.Array) -> tuple[jax.Array, Scalars]:
-        return loss(forward(params, micro), micro, constant)
+        return loss(forward(params, micro, constant), micro, constant)
 
     gradient = placed_gradient(micro_loss, shardings.params)
 
@@ -99,22 +100,29 @@ def make_offline_update(
     return jax.jit(
         update,
         donate_argnums=0,
-        in_shardings=(shardings, batch_shardings, everywhere, everywhere),
+        in_shardings=(shardings, batch_shardings, constant_shardings or everywhere, everywhere),
         out_shardings=(shardings, everywhere),
     )
 
 
 def make_evaluate(
-    forward: Forward, loss: OfflineLoss, *, params_shardings: Tree, batch_shardings: OfflineBatch
+    forward: Forward,
+    loss: OfflineLoss,
+    *,
+    params_shardings: Tree,
+    batch_shardings: OfflineBatch,
+    constant_shardings: Tree = None,
 ) -> Evaluate:
     """A jitted `evaluate(params, batch, constant, n_micro) -> metrics`: those of the loss, summed like an update's."""
 
     def evaluate(params: Tree, batch: OfflineBatch, constant: jax.Array, n_micro: jax.Array) -> Scalars:
-        return _summed(lambda part: loss(forward(params, part), part, constant)[1], batch, n_micro)
+        return _summed(lambda part: loss(forward(params, part, constant), part, constant)[1], batch, n_micro)
 
     everywhere = NamedSharding(batch_shardings.rows.target.mesh, PartitionSpec())
     return jax.jit(
-        evaluate, in_shardings=(params_shardings, batch_shardings, everywhere, everywhere), out_shardings=everywhere
+        evaluate,
+        in_shardings=(params_shardings, batch_shardings, constant_shardings or everywhere, everywhere),
+        out_shardings=everywhere,
     )
 
 
@@ -127,8 +135,9 @@ def make_forward(
     """
 
     def score(params: Tree, batch: OfflineBatch, n_micro: jax.Array) -> jax.Array:
-        one = jax.eval_shape(forward, params, micro(batch, 0))[0]
-        body = lambda i, made: lax.dynamic_update_index_in_dim(made, forward(params, micro(batch, i))[0], i, axis=0)
+        first = lambda part: forward(params, part, None)[0]
+        one = jax.eval_shape(first, micro(batch, 0))
+        body = lambda i, made: lax.dynamic_update_index_in_dim(made, first(micro(batch, i)), i, axis=0)
         return lax.fori_loop(0, n_micro, body, jnp.zeros((len(batch.rows.tokens), *one.shape), one.dtype))
 
     everywhere = NamedSharding(batch_shardings.rows.target.mesh, PartitionSpec())

@@ -9,7 +9,7 @@ Legend: B rows, M targets of a row, E examples of a row, K answers of an example
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,8 @@ from jaxrl_post.objectives.reductions import sequence_length, sequence_sum, weig
 from jaxrl_post.types_offline import OfflineBatch
 
 Scalars = dict[str, jax.Array]
-# (what the forward pass gives, micro-batch, scalar constant of the update) -> loss, metrics
-OfflineLoss = Callable[[tuple[jax.Array, ...], OfflineBatch, jax.Array], tuple[jax.Array, Scalars]]
+# (what the forward pass gives, micro-batch, constant of the update) -> loss, metrics
+OfflineLoss = Callable[[Any, OfflineBatch, Any], tuple[jax.Array, Scalars]]
 
 
 class Answers(NamedTuple):
@@ -44,6 +44,8 @@ def offline_loss(algorithm: kinds.Algorithm) -> OfflineLoss:
     match algorithm:
         case kinds.SFT():
             return _sft
+        case kinds.SFTDistillation():
+            return _taught(algorithm.sft_weight)
         case kinds.RewardModel():
             return _reward_model(algorithm)
         case kinds.KTO():
@@ -56,6 +58,21 @@ def _sft(made: tuple[jax.Array, ...], batch: OfflineBatch, _: jax.Array) -> tupl
     logp_BM, entropy_BM = made
     loss = weighted_sum(-logp_BM, batch.rows.mask, batch.rows.weight)
     return loss, {"loss": loss, "entropy": weighted_sum(entropy_BM, batch.rows.mask, batch.rows.weight)}
+
+
+def _taught(sft_weight: float) -> OfflineLoss:
+    """(1 − w) · divergence + w · NLL, of what `distillation_loss.taught_forward` makes."""
+
+    def loss(made: Scalars, batch: OfflineBatch, _: Any) -> tuple[jax.Array, Scalars]:
+        mean = lambda x_BM: weighted_sum(x_BM, batch.rows.mask, batch.rows.weight)
+        known = {"logp", "entropy", "divergence"}
+        means = {f"distillation/{name}": mean(x_BM) for name, x_BM in made.items() if name not in known}
+        divergence, nll = mean(made["divergence"]), mean(-made["logp"])
+        total = (1 - sft_weight) * divergence + sft_weight * nll
+        means |= {"distillation/loss": divergence, "nll_loss": nll, "entropy": mean(made["entropy"])}
+        return total, lax.stop_gradient({"loss": total} | means)
+
+    return loss
 
 
 def _pairs(algorithm: kinds.Algorithm) -> OfflineLoss:
@@ -138,7 +155,7 @@ def reward_scale(algorithm: kinds.Algorithm) -> float:
     match algorithm:
         case kinds.ORPO():
             return algorithm.weight
-        case kinds.SFT() | kinds.RewardModel():
+        case kinds.FineTuning() | kinds.RewardModel():
             return 0.0
         case _:
             return algorithm.beta

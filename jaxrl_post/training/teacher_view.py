@@ -10,9 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_post.training.offline_packing import ExampleShape, layout
 from jaxrl_post.training.packing import PackShape
 from jaxrl_post.training.update import batch_shardings
 from jaxrl_post.types import Lesson, TaughtBatch, TeacherView, TrainBatch
+from jaxrl_post.types_offline import Example
 
 
 def teacher_view(rows: TrainBatch, lessons: Sequence[Lesson]) -> TeacherView:
@@ -39,11 +41,24 @@ def teacher_view(rows: TrainBatch, lessons: Sequence[Lesson]) -> TeacherView:
     return view
 
 
+def example_view(rows: TrainBatch, examples: Sequence[Example], shape: ExampleShape) -> TeacherView:
+    """The view of rows that `pack_examples` made of these examples."""
+    number_ABM = np.zeros(rows.mask.shape, np.float32)
+    for (a, b), row in layout(examples, shape):
+        counts = [examples[i].targets for i in row]
+        number_ABM[a, b, : sum(counts)] = np.repeat(np.array(row) + 1, counts)
+    return teacher_view(rows._replace(advantage=number_ABM), [example.lesson for example in examples])
+
+
 def taught_shardings(shape: PackShape, mesh: Mesh) -> TaughtBatch:
     """Views are cut like rows. Raises: ValueError as `batch_shardings`."""
     rows = batch_shardings(shape, mesh)
-    view = TeacherView(rows.tokens, rows.positions, rows.segments, rows.branches, rows.source, rows.source)
-    return TaughtBatch(rows, view)
+    return TaughtBatch(rows, view_shardings(rows))
+
+
+def view_shardings(rows: TrainBatch) -> TeacherView:
+    """As the fields of rows with these shardings."""
+    return TeacherView(rows.tokens, rows.positions, rows.segments, rows.branches, rows.source, rows.source)
 
 
 def _write_row(view: TeacherView, row: TrainBatch, prompts: dict[int, tuple[int, ...] | None]) -> None:
