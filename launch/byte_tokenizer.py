@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxrl_post.data.tokenizer import ByteTokenizer
+from jaxrl_post.data.tokenizer import ByteTokenizer, byte_alphabet
 
 SPECIAL = {"bos": "<bos>", "eos": "<eos>", "pad": "<pad>"}
 
@@ -18,7 +18,7 @@ def write_byte_tokenizer(folder: Path) -> None:
     ids = {"bos": tokenizer.bos_id, "eos": eos_id, "pad": tokenizer.pad_id}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    bytes_alone = {"type": "BPE", "vocab": {char: byte for byte, char in enumerate(_alphabet())}, "merges": []}
+    bytes_alone = {"type": "BPE", "vocab": {char: byte for byte, char in enumerate(byte_alphabet())}, "merges": []}
     files: dict[str, dict[str, Any]] = {
         "tokenizer.json": {
             "version": "1.0",
@@ -37,10 +37,3 @@ def write_byte_tokenizer(folder: Path) -> None:
     }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _alphabet() -> list[str]:
-    """The visible character that byte-level BPE spells each byte with: itself, or the next one from U+0100 on."""
-    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return [chr(byte) if byte in visible else chr(256 + hidden.index(byte)) for byte in range(256)]

@@ -165,7 +165,8 @@ class ByteTokenizer:
         return self.encode(self.render_chat(messages))
 
     def vocabulary(self) -> dict[str, int]:
-        return {f"<0x{i:02X}>": i for i in range(256)} | {name.decode(): i for i, name in self._names.items()}
+        special = {name.decode(): i for i, name in self._names.items()}
+        return {char: byte for byte, char in enumerate(byte_alphabet())} | special
 
 
 def _with_bos(tokenizer: Tokenizer, add_bos: bool) -> list[int]:
@@ -222,3 +223,10 @@ def _template_source(folder: Path, configured: str | Sequence[dict[str, str]] | 
             "Add one, or set data.chat=false to feed prompts as plain text"
         )
     return configured, str(config_file)
+
+
+def byte_alphabet() -> list[str]:
+    """The visible character that byte-level BPE spells each byte with: itself, or the next one from U+0100 on."""
+    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return [chr(byte) if byte in visible else chr(256 + hidden.index(byte)) for byte in range(256)]
