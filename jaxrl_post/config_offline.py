@@ -17,7 +17,7 @@ from jaxrl_post.config_optimizer import Optimizer
 from jaxrl_post.config_teachers import Taught
 
 Smoothing = Annotated[float, Field(ge=0.0, lt=0.5)]
-Mixable = Literal["dpo", "hinge", "ipo", "nca", "bco", "sppo", "sft"]
+Mixable = Literal["dpo", "hinge", "ipo", "nca", "bco", "sppo", "apo_zero", "apo_down", "sft"]
 
 
 class FineTuning(Section):
@@ -56,6 +56,21 @@ class DPO(Referenced):
     """Share of pairs taken to be labelled the wrong way round: conservative DPO."""
     losses: dict[Mixable, Positive] = Field(default={"dpo": 1.0}, min_length=1)
     """Weights of several losses of one `beta`, added up: MPO (arXiv:2411.10442) is {dpo: 0.8, bco: 0.2, sft: 1.0}."""
+
+    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
+    """From the reference, as in f-DPO (arXiv:2309.16240); all but reverse_kl need the loss dpo alone, or with sft."""
+    divergence_alpha: float = 0.5
+    """Of the alpha divergence; 0 is forward, 1 reverse KL."""
+
+    @model_validator(mode="after")
+    def _divergence_is_read(self) -> DPO:
+        others = sorted(set(self.losses) - {"dpo", "sft"})
+        if self.divergence != "reverse_kl" and others:
+            raise ValueError(
+                f"divergence={self.divergence} is only read by the loss dpo, not by {', '.join(others)}: take these "
+                "out of losses, or set it to reverse_kl"
+            )
+        return self
 
     @model_validator(mode="after")
     def _smoothing_is_read(self) -> DPO:
@@ -114,6 +129,26 @@ class SPPO(Referenced):
     kind: Literal["sppo"]
 
 
+class APOZero(Referenced):
+    """Anchored preference optimisation (arXiv:2408.06266) for chosen answers better than the model's own."""
+
+    kind: Literal["apo_zero"]
+
+
+class APODown(Referenced):
+    """Anchored preference optimisation (arXiv:2408.06266) for chosen answers worse than the model's own."""
+
+    kind: Literal["apo_down"]
+
+
+class DiscoPOP(Referenced):
+    """The loss that a search over programs found (arXiv:2406.08414): logistic and exponential, blended."""
+
+    kind: Literal["discopop"]
+    tau: Positive = 0.05
+    """How fast the blend changes over with the margin."""
+
+
 class KTO(Referenced):
     """Kahneman–Tversky optimisation (arXiv:2402.01306) of single answers labelled good or bad."""
 
@@ -159,7 +194,8 @@ class RewardModel(Section):
 Algorithm = (
     SFT
     | SFTDistillation
-    | DPO | RobustDPO | Hinge | IPO | EXO | NCA | BCO | SPPO | KTO | ORPO | SimPO | CPO | RewardModel
+    | DPO | RobustDPO | Hinge | IPO | EXO | NCA | BCO | SPPO | APOZero | APODown | DiscoPOP | KTO | ORPO | SimPO
+    | CPO | RewardModel
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ rejected, h = (c − r)/β.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,28 @@ def reward_stats(pair: Pair, mask_N: jax.Array, *, beta: float) -> dict[str, jax
     """Implicit rewards as constants [N]: chosen, rejected, margin, and accuracy (1 where chosen wins)."""
     c_N, r_N = (jax.lax.stop_gradient(beta * x) for x in log_ratios(pair, mask_N))
     return {"chosen": c_N, "rejected": r_N, "margin": c_N - r_N, "accuracy": live(c_N > r_N, mask_N)}
+
+
+def divergence_scores(
+    pair: Pair, mask_N: jax.Array, *, divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"], alpha: float = 0.5
+) -> Pair:
+    """f-DPO (arXiv:2309.16240): f′(π_θ/π_ref) of each answer in place of its log-ratio u, against references of 0.
+
+    f′ up to constants: u (reverse KL, plain DPO), −e^−u (forward KL), log σ(u) (Jensen–Shannon), e^((α−1)u)/(α−1)
+    (alpha, exponent at most 80; reverse KL at α = 1). Raises ValueError for another `divergence`.
+    """
+    power = {"reverse_kl": 0.0, "forward_kl": -1.0, "js": 0.0, "alpha": alpha - 1.0}
+    if divergence not in power:
+        raise ValueError(f"divergence={divergence!r} must be one of {', '.join(power)}")
+    p = power[divergence]
+
+    def score(u_N: jax.Array) -> jax.Array:
+        if divergence == "js":
+            return jax.nn.log_sigmoid(u_N)
+        return u_N if abs(p) < 1e-6 else jnp.exp(jnp.minimum(p * u_N, 80.0)) / p
+
+    chosen_N, rejected_N = log_ratios(pair, mask_N)
+    return Pair(score(chosen_N), score(rejected_N), jnp.zeros_like(chosen_N), jnp.zeros_like(rejected_N))
 
 
 def _check_smoothing(label_smoothing: float) -> None:
@@ -130,6 +152,27 @@ def sppo(pair: Pair, mask_N: jax.Array, *, beta: float = 0.1) -> jax.Array:
     """SPPO with hard labels (arXiv:2405.00675): (c/β − 1/(2β))² + (r/β + 1/(2β))²."""
     chosen_N, rejected_N = log_ratios(pair, mask_N)
     return live(jnp.square(chosen_N - 0.5 / beta) + jnp.square(rejected_N + 0.5 / beta), mask_N)
+
+
+def apo_zero(pair: Pair, mask_N: jax.Array, *, beta: float = 0.1) -> jax.Array:
+    """APO-zero (arXiv:2408.06266): 1 − σ(c) + σ(r), for chosen answers better than the model's own."""
+    c_N, r_N = (beta * x for x in log_ratios(pair, mask_N))
+    return live(jax.nn.sigmoid(-c_N) + jax.nn.sigmoid(r_N), mask_N)
+
+
+def apo_down(pair: Pair, mask_N: jax.Array, *, beta: float = 0.1) -> jax.Array:
+    """APO-down (arXiv:2408.06266): σ(c) + 1 − σ(c − r), for chosen answers worse than the model's own."""
+    c_N, r_N = (beta * x for x in log_ratios(pair, mask_N))
+    return live(jax.nn.sigmoid(c_N) + jax.nn.sigmoid(r_N - c_N), mask_N)
+
+
+def discopop(pair: Pair, mask_N: jax.Array, *, beta: float = 0.1, tau: float = 0.05) -> jax.Array:
+    """DiscoPOP (arXiv:2406.08414): −(1 − m)·log σ(βh) + m·e^(−βh) with m = σ(βh/τ)."""
+    logit_N = _logit(pair, mask_N, beta)
+    share_N = jax.nn.sigmoid(logit_N / tau)
+    # Far on the negative side m is 0: the cap keeps it from meeting an infinity.
+    exponential_N = jnp.exp(jnp.minimum(-logit_N, 80.0))
+    return live(share_N * exponential_N - (1 - share_N) * jax.nn.log_sigmoid(logit_N), mask_N)
 
 
 def kto_reference_point(logp_N: jax.Array, ref_logp_N: jax.Array, mask_N: jax.Array) -> jax.Array:

@@ -125,7 +125,9 @@ def pair_terms(algorithm: kinds.Algorithm) -> list[tuple[float, PairLoss]]:
             return [(1.0, lambda x, _: preference.simpo(*_means(x), x.live, beta=a.beta, gamma=a.gamma))]
         case kinds.CPO():
             return [(1.0, lambda x, _: _cpo(x, a))]
-        case kinds.Hinge() | kinds.NCA() | kinds.BCO() | kinds.SPPO():
+        case kinds.DiscoPOP():
+            return [(1.0, lambda x, _: preference.discopop(x.pair, x.live, beta=a.beta, tau=a.tau))]
+        case kinds.Hinge() | kinds.NCA() | kinds.BCO() | kinds.SPPO() | kinds.APOZero() | kinds.APODown():
             return [(1.0, _plain(a.kind, a.beta))]
     raise ValueError(f"algorithm.kind={algorithm.kind} has no loss of pairs")
 
@@ -133,7 +135,7 @@ def pair_terms(algorithm: kinds.Algorithm) -> list[tuple[float, PairLoss]]:
 def _mixable(algorithm: kinds.DPO, name: str) -> PairLoss:
     beta = algorithm.beta
     if name == "dpo":
-        return lambda x, _: preference.dpo(x.pair, x.live, beta=beta, label_smoothing=algorithm.label_smoothing)
+        return lambda x, _: _dpo(x, algorithm)
     if name == "ipo":
         return lambda x, _: preference.ipo(x.pair, x.live, beta=beta, **_lengths(x, True))
     return _plain(name, beta)
@@ -142,8 +144,17 @@ def _mixable(algorithm: kinds.DPO, name: str) -> PairLoss:
 def _plain(name: str, beta: float) -> PairLoss:
     if name == "bco":
         return lambda x, shift: preference.bco(x.pair, x.live, beta=beta, shift=shift)
-    function = {"hinge": preference.hinge, "nca": preference.nca, "sppo": preference.sppo}[name]
+    functions = {"hinge": preference.hinge, "nca": preference.nca, "sppo": preference.sppo}
+    functions |= {"apo_zero": preference.apo_zero, "apo_down": preference.apo_down}
+    function = functions[name]
     return lambda x, _: function(x.pair, x.live, beta=beta)
+
+
+def _dpo(x: Answers, a: kinds.DPO) -> jax.Array:
+    pair = x.pair
+    if a.divergence != "reverse_kl":
+        pair = preference.divergence_scores(pair, x.live, divergence=a.divergence, alpha=a.divergence_alpha)
+    return preference.dpo(pair, x.live, beta=a.beta, label_smoothing=a.label_smoothing)
 
 
 def _cpo(x: Answers, a: kinds.CPO) -> jax.Array:

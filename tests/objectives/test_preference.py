@@ -39,6 +39,14 @@ def pairwise(f, **options):
     return lambda chosen, rejected, mask: f(pref.Pair(chosen, rejected, *map(jnp.asarray, PAIRS[2:])), mask, **options)
 
 
+def divergent(divergence, **options):
+    def loss(chosen, rejected, mask):
+        pair = pref.Pair(chosen, rejected, *map(jnp.asarray, PAIRS[2:]))
+        return pref.dpo(pref.divergence_scores(pair, mask, divergence=divergence, **options), mask, beta=BETA)
+
+    return loss
+
+
 LOSSES = {  # name: (loss of the two policy columns and the mask, those columns, float64 value)
     "dpo": (pairwise(pref.dpo, beta=BETA), PAIRS, -log_sigmoid(H)),
     "cdpo": (
@@ -70,6 +78,22 @@ LOSSES = {  # name: (loss of the two policy columns and the mask, those columns,
         -log_sigmoid(BETA * C - 0.1) - log_sigmoid(-(BETA * R - 0.1)),
     ),
     "sppo": (pairwise(pref.sppo, beta=BETA), PAIRS, (C - 0.5 / BETA) ** 2 + (R + 0.5 / BETA) ** 2),
+    "apo_zero": (pairwise(pref.apo_zero, beta=BETA), PAIRS, 1 - sigmoid(BETA * C) + sigmoid(BETA * R)),
+    "apo_down": (pairwise(pref.apo_down, beta=BETA), PAIRS, sigmoid(BETA * C) + 1 - sigmoid(H)),
+    "discopop": (
+        pairwise(pref.discopop, beta=BETA, tau=0.7),
+        PAIRS,
+        -(1 - sigmoid(H / 0.7)) * log_sigmoid(H) + sigmoid(H / 0.7) * np.exp(-H),
+    ),
+    "forward KL": (divergent("forward_kl"), PAIRS, -log_sigmoid(BETA * (np.exp(-R) - np.exp(-C)))),
+    "Jensen-Shannon": (divergent("js"), PAIRS, -log_sigmoid(BETA * (log_sigmoid(C) - log_sigmoid(R)))),
+    "alpha": (
+        divergent("alpha", alpha=0.3),
+        PAIRS,
+        -log_sigmoid(BETA * (np.exp(-0.7 * C) - np.exp(-0.7 * R)) / -0.7),
+    ),
+    "alpha 1 is reverse KL": (divergent("alpha", alpha=1.0), PAIRS, -log_sigmoid(H)),
+    "reverse KL": (divergent("reverse_kl"), PAIRS, -log_sigmoid(H)),
     "kto": (
         lambda logp, _, mask: pref.kto(
             logp, PAIRS[2], GOOD, mask, reference_point=0.2, beta=BETA, desirable_weight=2.0, undesirable_weight=3.0
