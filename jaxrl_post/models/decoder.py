@@ -1,7 +1,6 @@
 """One decoder for training, prefill and decode: RMSNorm, rotary grouped-query attention, SwiGLU (Llama, Qwen2, Qwen3).
 
-B batch, T time, D width, H query heads, K key/value heads, N per-head width, F mlp width, V vocabulary, L layers,
-S cache slots, C cache columns, U prompts of a prefill, F_ slots it fills.
+B batch, T time, D width, H query heads, K key/value heads, N per-head width, F mlp width, V vocabulary, L layers.
 
 Layers are stacked on a leading axis and scanned. Each weight declares shape, logical axes and initialiser once, in
 `Decoder.__init__`; shardings, abstract trees and format maps derive from it.
@@ -10,7 +9,7 @@ Layers are stacked on a leading axis and scanned. Each weight declares shape, lo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +17,12 @@ from flax import nnx
 from jax import lax
 
 from jaxrl_post.models import rope
-from jaxrl_post.models.attention import attend, packed_attention
+from jaxrl_post.models.attention import packed_attention
 from jaxrl_post.models.config import ModelConfig
 
 Params = dict[str, Any]
 Layer = dict[str, jax.Array]
-
-
-class Cache(NamedTuple):
-    """Keys and values, head-major [L, S, K, C, N]: the layout decode reads without a transpose."""
-
-    k: jax.Array
-    v: jax.Array
-
-
-def empty_cache(config: ModelConfig, slots: int, columns: int) -> Cache:
-    shape = (config.layers, slots, config.kv_heads, columns, config.head_dim)
-    return Cache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
+State = Any
 
 
 class Stack(nnx.Module):
@@ -102,67 +90,54 @@ class Decoder(nnx.Module):
             x_BTD = self._finish(w, x_BTD, packed_attention(q, k, v, segments_BT, branches_BT))
             return x_BTD, None
 
-        x_BTD, _ = lax.scan(_remat(layer, self.config.remat), place(self._embed(tokens_BT)), self._stacked())
+        x_BTD, _ = lax.scan(_remat(layer, self.config.remat), place(self._embed(tokens_BT)), self.stacked())
         return _norm(x_BTD, self.norm[...], self.config.norm_eps)
 
-    def prefill(
-        self, tokens_UP: jax.Array, lengths_U: jax.Array, cache: Cache, slots_F: jax.Array, source_F: jax.Array
-    ) -> tuple[jax.Array, Cache]:
-        """Run prompts once and write each one's keys and values to the slots of its group.
+    def stacked(self) -> Layer:
+        """The weights of all layers, each array with a leading L."""
+        return nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
+
+    def unrolled(self) -> tuple[Layer, ...]:
+        """The weights layer by layer. On a CPU a product first copies its slice of a stack; a loop that comes back to
+        the weights cuts them once, before it.
+        """
+        return tuple(jax.tree.map(lambda w, i=i: w[i], self.stacked()) for i in range(self.config.layers))
+
+    def through(
+        self,
+        weights: Layer | tuple[Layer, ...],
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        state: State,
+        attention: Callable[[State, jax.Array | None, jax.Array, jax.Array, jax.Array], tuple[jax.Array, State]],
+    ) -> tuple[jax.Array, State]:
+        """Hidden states, normed and ready for `logits`, where attention is the caller's: over a cache, for one.
 
         Args:
-          tokens_UP: right-padded prompts; what lies beyond a length has no effect.
-          lengths_U: prompt lengths, ≥ 1.
-          cache: columns 0…P-1 of the filled slots are overwritten.
-          slots_F: cache slot of each new sequence; S (out of range) writes nothing.
-          source_F: which of the U prompts each new sequence continues.
+          weights: `stacked()`, which are scanned, or `unrolled()`.
+          state: what attention keeps: a pytree with a leading L in each array, or a tuple of one for each layer.
+          attention: (state, layer, q [B, T, H, N], k and v [B, T, K, N], both rotated) to the attended values
+            [B, T, H, N] and the state with what it wrote. The layer is None for the state of that layer alone.
 
-        Returns: hidden state of each prompt's last token, [U, D], and the cache.
+        Returns: [B, T, D] and the state.
         """
-        U, P = tokens_UP.shape
-        positions_UP = jnp.broadcast_to(jnp.arange(P), (U, P))
-        cos, sin = rope.phases(self.config, positions_UP)
-        live_UP = (positions_UP < lengths_U[:, None]).astype(jnp.int32)
-        branches_UP = jnp.zeros_like(live_UP)
+        cos, sin = rope.phases(self.config, positions_BT)
 
-        def layer(
-            carry: tuple[jax.Array, Cache, jax.Array], w: Layer
-        ) -> tuple[tuple[jax.Array, Cache, jax.Array], None]:
-            x_UPD, cache, i = carry
-            q, k, v = self._qkv(w, x_UPD, cos, sin)
-            write = lambda old, new: old.at[i, slots_F, :, :P].set(new.swapaxes(1, 2)[source_F], mode="drop")
-            cache = Cache(write(cache.k, k), write(cache.v, v))
-            x_UPD = self._finish(w, x_UPD, packed_attention(q, k, v, live_UP, branches_UP))
-            return (x_UPD, cache, i + 1), None
+        def layer(x_BTD: jax.Array, state: State, i: jax.Array | None, w: Layer) -> tuple[jax.Array, State]:
+            attended_BTHN, state = attention(state, i, *self._qkv(w, x_BTD, cos, sin))
+            return self._finish(w, x_BTD, attended_BTHN), state
 
-        carry = (self._embed(tokens_UP), cache, jnp.int32(0))
-        (x_UPD, cache, _), _ = lax.scan(layer, carry, self._stacked())
-        last_UD = jnp.take_along_axis(x_UPD, (lengths_U - 1)[:, None, None], axis=1)[:, 0]
-        return _norm(last_UD, self.norm[...], self.config.norm_eps), cache
-
-    def decode(self, tokens_S: jax.Array, positions_S: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """One token for every slot: hidden states [S, D] and the cache with the token's key and value.
-
-        A position of C (out of range) writes nothing; that slot's hidden state is meaningless.
-        """
-        S, C = tokens_S.shape[0], cache.k.shape[3]
-        cos, sin = rope.phases(self.config, positions_S[:, None])
-        mask_S1C = jnp.arange(C)[None, None] <= positions_S[:, None, None]
-        slot_S = jnp.arange(S)
-
-        def layer(
-            carry: tuple[jax.Array, Cache, jax.Array], w: Layer
-        ) -> tuple[tuple[jax.Array, Cache, jax.Array], None]:
-            x_S1D, cache, i = carry
-            q, k, v = self._qkv(w, x_S1D, cos, sin)
-            write = lambda old, new: old.at[i, slot_S, :, positions_S].set(new[:, 0], mode="drop")
-            cache = Cache(write(cache.k, k), write(cache.v, v))
-            x_S1D = self._finish(w, x_S1D, attend(q, cache.k[i], cache.v[i], mask_S1C))
-            return (x_S1D, cache, i + 1), None
-
-        carry = (self._embed(tokens_S[:, None]), cache, jnp.int32(0))
-        (x_S1D, cache, _), _ = lax.scan(layer, carry, self._stacked())
-        return _norm(x_S1D[:, 0], self.norm[...], self.config.norm_eps), cache
+        x_BTD = self._embed(tokens_BT)
+        if isinstance(weights, tuple):
+            after = []
+            for w, own in zip(weights, state, strict=True):
+                x_BTD, own = layer(x_BTD, own, None, w)
+                after.append(own)
+            state = tuple(after)
+        else:
+            step = lambda carry, xs: (layer(*carry, *xs), None)
+            (x_BTD, state), _ = lax.scan(step, (x_BTD, state), (jnp.arange(self.config.layers), weights))
+        return _norm(x_BTD, self.norm[...], self.config.norm_eps), state
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Scores over the vocabulary, float32 [..., V], of final hidden states [..., D]."""
@@ -171,9 +146,6 @@ class Decoder(nnx.Module):
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         return self.embed[...].astype(self.config.dtype)[tokens]
-
-    def _stacked(self) -> Layer:
-        return nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
 
     def _qkv(
         self, w: Layer, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array

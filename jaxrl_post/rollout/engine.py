@@ -1,19 +1,27 @@
 """The rollout engine: a whole rollout is one XLA program.
 
-N requests (P prompts × G samples each, in prompt order) wait in a queue; S slots hold running sequences. Two nested
-loops: the outer one refills K free slots from the queue, the inner one decodes a token for every slot until K slots are
-free again. No `lax.cond` touches the cache, so XLA updates it in place. Each data replica runs its own loops on its
-own share of the requests (`shard_map` over the batch axes); tensor axes are left to the compiler.
+N requests (P prompts × G samples each, in prompt order) wait in a queue; S slots hold running sequences. The program
+is a few loops, one after the other, each with static shapes:
 
-W prompt width, R response limit, C = W + R cache columns, V vocabulary, U = K/G prompts of a refill (at least 1).
+    fill    while requests wait: refill K free slots, then decode until K slots are free again
+    drain   for S, S/2, S/4 … slots: pack the running sequences into that many slots, decode until half are done
+
+A refill runs its prompts through the model in pieces of B columns and keeps each prompt's keys and values once, for all
+of its samples. With a slot for every request (S = N) the clock starts at 0 for all, so a step reads the cache up to the
+clock, in tiers of columns: a loop for each. With fewer slots the columns are a ring of R and each step reads them all.
+
+No `lax.cond` touches the cache, so XLA updates it in place. Each data replica runs its own loops on its own share of
+the requests (`shard_map` over the batch axes); tensor axes are left to the compiler.
+
+W prompt width, R response limit, V vocabulary, M prompts of a refill, U prompt rows, B columns of a prefill piece.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,71 +29,42 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxrl_post.models.decoder import Cache, Decoder, Params, empty_cache
-from jaxrl_post.rollout.sampling import Draw, Features, Sampling, draw, uniforms
-from jaxrl_post.types import StopReason
+from jaxrl_post.models.decoder import Decoder, Params
+from jaxrl_post.rollout import cache as caches
+from jaxrl_post.rollout.cache import Caches
+from jaxrl_post.rollout.records import Requests, Samples, no_samples, record
+from jaxrl_post.rollout.sampling import Draw, Sampling, draw, uniforms
+from jaxrl_post.rollout.schedule import EngineShape
 from sharding.mesh import BATCH_AXES
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineShape:
-    """Everything static about a rollout on one data replica; a new value means a new compile."""
+class Slots(NamedTuple):
+    """[S]: the running request (N = free), its prompt's row in the cache, tokens it has sampled, the last of them."""
 
-    slots: int
-    refill: int
-    group: int
-    width: int
-    max_new: int
-    features: Features
-
-    def __post_init__(self) -> None:
-        if self.refill > self.slots:
-            raise ValueError(f"refill={self.refill} cannot exceed slots={self.slots}")
-        if self.refill % self.group and self.group % self.refill:
-            raise ValueError(f"refill={self.refill} must be a multiple or a divisor of the group size {self.group}")
-
-    @property
-    def prompts_per_refill(self) -> int:
-        return max(1, self.refill // self.group)
+    request: jax.Array
+    row: jax.Array
+    sampled: jax.Array
+    token: jax.Array
 
 
-class Requests(NamedTuple):
-    """What to sample. Per prompt: tokens int32 [P, W] right-padded, lengths int32 [P] ≥ 1. Per request, in prompt
-    order: ids int32 [N] (key the draws), seeds uint32 [N], limits int32 [N] new tokens (0 samples nothing), and
-    `options` [N]. The padding of the last refill is the engine's business, not the caller's.
-    """
+class Admission(NamedTuple):
+    """A refill under way: the slots [K] and prompt rows [M] it fills, pieces done, and what it has seen of the last
+    hidden states [M, D]."""
 
-    tokens: Any
-    lengths: Any
-    ids: Any
-    seeds: Any
-    limits: Any
-    options: Sampling
-
-
-class Samples(NamedTuple):
-    """What was sampled: tokens int32 [N, R], logp and raw_logp float32 [N, R], lengths int32 [N], stops int32 [N]
-    (`StopReason`, 0 for a request with limit 0). Entries at or beyond a length are 0. `decode_steps` and `refills`
-    int32 [1] a replica.
-    """
-
-    tokens: Any
-    logp: Any
-    raw_logp: Any
-    lengths: Any
-    stops: Any
-    decode_steps: Any
-    refills: Any
+    slot: jax.Array
+    row: jax.Array
+    pieces: jax.Array
+    last: jax.Array
 
 
 class State(NamedTuple):
-    """Per slot: the running request (N = free), how many tokens it has sampled, the last one; and the queue's head."""
+    """`queued` requests have left the queue, `clock` counts decode steps; of unrolled layers each has its cache."""
 
-    cache: Cache
-    request: jax.Array
-    sampled: jax.Array
-    token: jax.Array
+    cache: Caches
+    slots: Slots
+    admission: Admission
     queued: jax.Array
+    clock: jax.Array
     samples: Samples
 
 
@@ -96,7 +75,10 @@ def make_rollout(graphdef: nnx.GraphDef, shape: EngineShape, mesh: Mesh) -> Call
     leading axis a multiple of the number of replicas. stop_ids: int32 [E]. step: int32, the policy step.
     """
     replica, sharded = PartitionSpec(), PartitionSpec(BATCH_AXES)
-    run = functools.partial(_rollout, graphdef, shape)
+
+    def run(params: Params, requests: Requests, stop_ids: jax.Array, step: jax.Array) -> Samples:
+        return Engine(nnx.merge(graphdef, params), shape, requests, stop_ids, step).run()
+
     return jax.jit(
         jax.shard_map(
             run,
@@ -109,124 +91,156 @@ def make_rollout(graphdef: nnx.GraphDef, shape: EngineShape, mesh: Mesh) -> Call
     )
 
 
-def _rollout(
-    graphdef: nnx.GraphDef, shape: EngineShape, params: Params, requests: Requests, stop_ids: jax.Array, step: jax.Array
-) -> Samples:
-    decoder: Decoder = nnx.merge(graphdef, params)
-    N = requests.ids.shape[0]
-    refill = functools.partial(_refill, decoder, shape, requests, stop_ids, step)
-    decode = functools.partial(_decode, decoder, shape, requests, stop_ids, step)
+class Engine:
+    """One replica's rollout while it is traced: what no step changes, and the steps as functions of `State`."""
 
-    def waiting(state: State) -> jax.Array:
-        return (state.queued < N) | (state.request < N).any()
+    def __init__(self, decoder: Decoder, shape: EngineShape, requests: Requests, stop_ids: jax.Array, step: jax.Array):
+        self.decoder, self.shape, self.requests, self.stop_ids, self.step = decoder, shape, requests, stop_ids, step
+        self.N = requests.ids.shape[0]
+        self.weights = decoder.unrolled() if shape.unrolled else decoder.stacked()
+        columns = shape.pieces * shape.piece
+        self.tokens_PW = jnp.pad(requests.tokens, ((0, 0), (0, columns - shape.width)))
 
-    def decoding(state: State) -> jax.Array:
-        active_S = state.request < N
-        return active_S.any() & ((state.queued >= N) | ((~active_S).sum() < shape.refill))
+    def run(self) -> Samples:
+        state = lax.while_loop(self._waiting, self._fill, self._start())
+        for slots, enough in itertools.pairwise((*self.shape.drain, 0)):
+            state = self._pack(state, slots)
+            for tier, end in enumerate(caches.chunk_ends(state.cache)):
+                running = functools.partial(self._running, enough, end)
+                state = lax.while_loop(running, functools.partial(self._decode, tier), state)
+        return state.samples
 
-    state = _start(decoder, shape, N)
-    return lax.while_loop(waiting, lambda s: lax.while_loop(decoding, decode, refill(s)), state).samples
+    def _start(self) -> State:
+        shape, config = self.shape, self.decoder.config
+        ints = lambda *size: jnp.zeros(size, jnp.int32)
+        return State(
+            cache=caches.empty_cache(
+                config, shape.unrolled, shape.prompt_rows, self.tokens_PW.shape[1], shape.slots, shape.chunks
+            ),
+            slots=Slots(jnp.full((shape.slots,), self.N, jnp.int32), *(ints(shape.slots) for _ in range(3))),
+            admission=Admission(
+                ints(shape.refill), ints(shape.prompts_per_refill), jnp.int32(0),
+                jnp.zeros((shape.prompts_per_refill, config.hidden_size), config.dtype),
+            ),
+            queued=jnp.int32(0),
+            clock=jnp.int32(0),
+            samples=no_samples(self.N, shape.max_new),
+        )  # fmt: skip
 
+    # Conditions of the loops. In lockstep all replicas go on while any of them would.
 
-def _start(decoder: Decoder, shape: EngineShape, N: int) -> State:
-    S, R = shape.slots, shape.max_new
-    ints, floats = (lambda *s: jnp.zeros(s, jnp.int32)), (lambda *s: jnp.zeros(s, jnp.float32))
-    return State(
-        cache=empty_cache(decoder.config, S, shape.width + R),
-        request=jnp.full((S,), N, jnp.int32),
-        sampled=ints(S),
-        token=ints(S),
-        queued=jnp.int32(0),
-        samples=Samples(ints(N, R), floats(N, R), floats(N, R), ints(N), ints(N), ints(1), ints(1)),
-    )
+    def _agreed(self, wanted: jax.Array) -> jax.Array:
+        return lax.pmax(wanted.astype(jnp.int32), BATCH_AXES) > 0 if self.shape.lockstep else wanted
 
+    def _active(self, state: State) -> jax.Array:
+        return state.slots.request < self.N
 
-def _refill(
-    decoder: Decoder, shape: EngineShape, requests: Requests, stop_ids: jax.Array, step: jax.Array, state: State
-) -> State:
-    """Admit the next K requests to the first K free slots: one prefill for each prompt, fanned out to its group."""
-    S, K, G, N = shape.slots, shape.refill, shape.group, requests.ids.shape[0]
-    free_S = state.request >= N
-    slot_K = jnp.argsort(~free_S, stable=True)[:K]
-    request_K = state.queued + jnp.arange(K)
-    admitted_K = request_K < N  # the loops call this only when K slots are free
-    prompt_U = jnp.minimum(state.queued // G + jnp.arange(shape.prompts_per_refill), requests.lengths.shape[0] - 1)
-    source_K = jnp.arange(K) // G  # all 0 when a refill is part of a group
-    write_K = jnp.where(admitted_K, slot_K, S)
+    def _waiting(self, state: State) -> jax.Array:
+        return self._agreed(state.queued < self.N)
 
-    last_UD, cache = decoder.prefill(
-        requests.tokens[prompt_U], requests.lengths[prompt_U], state.cache, write_K, source_K
-    )
-    known_K = jnp.minimum(request_K, N - 1)
-    drawn = _draw(decoder, shape, requests, step, decoder.logits(last_UD)[source_K], known_K, jnp.zeros_like(known_K))
-    admitted_K &= requests.limits[known_K] > 0
-    samples, done_K = _record(state.samples, requests, stop_ids, drawn, known_K, jnp.zeros_like(known_K), admitted_K)
-    put = lambda old_S, new_K: old_S.at[write_K].set(new_K, mode="drop")
-    return State(
-        cache=cache,
-        request=put(state.request, jnp.where(admitted_K & ~done_K, request_K, N)),
-        sampled=put(state.sampled, jnp.ones_like(request_K)),
-        token=put(state.token, drawn.token),
-        queued=jnp.minimum(state.queued + K, N),
-        samples=samples._replace(refills=samples.refills + 1),
-    )
+    def _running(self, enough: int, end: int, state: State) -> jax.Array:
+        """More than `enough` sequences run, and the clock has not come to the tier's last column."""
+        more = self._agreed(self._active(state).sum() > enough)
+        return more if end == self.shape.max_new else more & (state.clock < end)
 
+    def _full(self, state: State) -> jax.Array:
+        """Requests wait and fewer than K slots are free."""
+        active_S = self._active(state)
+        return self._agreed((state.queued < self.N) & ((~active_S).sum() < self.shape.refill))
 
-def _decode(
-    decoder: Decoder, shape: EngineShape, requests: Requests, stop_ids: jax.Array, step: jax.Array, state: State
-) -> State:
-    """One more token for every running slot."""
-    N, C = requests.ids.shape[0], shape.width + shape.max_new
-    active_S, known_S = state.request < N, jnp.minimum(state.request, N - 1)
-    position_S = requests.lengths[known_S // shape.group] + state.sampled - 1
-    hidden_SD, cache = decoder.decode(state.token, jnp.where(active_S, position_S, C), state.cache)
-    drawn = _draw(decoder, shape, requests, step, decoder.logits(hidden_SD), known_S, state.sampled)
-    samples, done_S = _record(state.samples, requests, stop_ids, drawn, known_S, state.sampled, active_S)
-    return State(
-        cache=cache,
-        request=jnp.where(done_S, N, state.request),
-        sampled=state.sampled + active_S,
-        token=drawn.token,
-        queued=state.queued,
-        samples=samples._replace(decode_steps=samples.decode_steps + 1),
-    )
+    # Steps.
 
+    def _fill(self, state: State) -> State:
+        state = self._refill(state)
+        if self.shape.slots == self.N:
+            return state
+        pending = state.admission.pieces > 0
+        more = lambda carry: self._full(carry[0]) | (carry[1] & self._agreed(self._active(carry[0]).any()))
+        return lax.while_loop(more, lambda carry: (self._decode(0, carry[0]), jnp.bool(False)), (state, pending))[0]
 
-def _draw(
-    decoder: Decoder,
-    shape: EngineShape,
-    requests: Requests,
-    step: jax.Array,
-    logits_XV: jax.Array,
-    request_X: jax.Array,
-    count_X: jax.Array,
-) -> Draw:
-    options = Sampling(*(x[request_X] for x in requests.options))
-    uniform_X2 = uniforms(requests.seeds[request_X], step, requests.ids[request_X], count_X)
-    return draw(logits_XV, options, uniform_X2, shape.features)
+    def _refill(self, state: State) -> State:
+        """One more piece of the next M prompts; after the last one K requests start in the slots set aside for them."""
+        shape, requests = self.shape, self.requests
+        start = state.admission.pieces == 0
+        admission = jax.tree.map(lambda new, old: jnp.where(start, new, old), self._admission(state), state.admission)
+        prompt_M = jnp.minimum(
+            state.queued // shape.group + jnp.arange(shape.prompts_per_refill), len(self.tokens_PW) - 1
+        )
+        begin = admission.pieces * shape.piece
+        token_MB = lax.dynamic_slice_in_dim(self.tokens_PW[prompt_M], begin, shape.piece, axis=1)
+        position_MB = jnp.broadcast_to(begin + jnp.arange(shape.piece), token_MB.shape)
+        attention = functools.partial(caches.attend_prompt, begin, admission.row)
+        x_MBD, cache = self.decoder.through(self.weights, token_MB, position_MB, state.cache, attention)
+        offset_M = requests.lengths[prompt_M] - 1 - begin
+        at_M = jnp.clip(offset_M, 0, shape.piece - 1)
+        last_MD = jnp.take_along_axis(x_MBD, at_M[:, None, None], axis=1)[:, 0]
+        last_MD = jnp.where((offset_M == at_M)[:, None], last_MD, admission.last)
+        done = admission.pieces + 1 == shape.pieces
+        state = state._replace(
+            cache=cache,
+            admission=admission._replace(last=last_MD, pieces=jnp.where(done, 0, admission.pieces + 1)),
+        )
+        return self._admit(state, done)
 
+    def _admission(self, state: State) -> Admission:
+        """The first K free slots and the first M prompt rows that no running slot reads."""
+        shape, active_S = self.shape, self._active(state)
+        read_U = jnp.zeros(shape.prompt_rows, bool).at[state.slots.row].max(active_S)
+        first = lambda free, count: jnp.argsort(~free, stable=True)[:count].astype(jnp.int32)
+        return Admission(
+            first(~active_S, shape.refill), first(~read_U, shape.prompts_per_refill), jnp.int32(0), state.admission.last
+        )
 
-def _record(
-    samples: Samples,
-    requests: Requests,
-    stop_ids: jax.Array,
-    drawn: Draw,
-    request_X: jax.Array,
-    count_X: jax.Array,
-    live_X: jax.Array,
-) -> tuple[Samples, jax.Array]:
-    """Write each live row's token as number `count` of its request; tell which requests are done."""
-    N = requests.ids.shape[0]
-    to_X = jnp.where(live_X, request_X, N)
-    stopped_X = (drawn.token[:, None] == stop_ids[None, :]).any(axis=-1)
-    full_X = count_X + 1 >= requests.limits[request_X]
-    reason_X = jnp.where(stopped_X, StopReason.STOP, jnp.where(full_X, StopReason.LENGTH, 0)).astype(jnp.int32)
-    put = lambda old, new: old.at[to_X, count_X].set(new, mode="drop")
-    recorded = samples._replace(
-        tokens=put(samples.tokens, drawn.token),
-        logp=put(samples.logp, drawn.logp),
-        raw_logp=put(samples.raw_logp, drawn.raw_logp),
-        lengths=samples.lengths.at[to_X].set(count_X + 1, mode="drop"),
-        stops=samples.stops.at[to_X].set(reason_X, mode="drop"),
-    )
-    return recorded, live_X & (stopped_X | full_X)
+    def _admit(self, state: State, now: jax.Array) -> State:
+        """Draw the first token of K requests from their prompts' last hidden states, and let them run."""
+        shape, requests, admission = self.shape, self.requests, state.admission
+        source_K = jnp.arange(shape.refill) // shape.group  # all 0 when a refill is part of a group
+        request_K = state.queued + jnp.arange(shape.refill)
+        known_K = jnp.minimum(request_K, self.N - 1)
+        first_K = jnp.zeros_like(known_K)
+        admitted_K = now & (request_K < self.N) & (requests.limits[known_K] > 0)
+        drawn = self._draw(self.decoder.logits(admission.last)[source_K], known_K, first_K)
+        samples, done_K = record(state.samples, requests, self.stop_ids, drawn, known_K, first_K, admitted_K)
+        fresh = Slots(
+            jnp.where(admitted_K & ~done_K, request_K, self.N), admission.row[source_K], first_K + 1, drawn.token
+        )
+        to_K = jnp.where(now, admission.slot, shape.slots)
+        return state._replace(
+            slots=jax.tree.map(lambda old_S, new_K: old_S.at[to_K].set(new_K, mode="drop"), state.slots, fresh),
+            queued=jnp.where(now, jnp.minimum(state.queued + shape.refill, self.N), state.queued),
+            samples=samples._replace(refills=samples.refills + now),
+        )
+
+    def _decode(self, tier: int, state: State) -> State:
+        """One more token for every running slot, from the first tiers of the cache."""
+        shape, requests, slots = self.shape, self.requests, state.slots
+        active_S, known_S = self._active(state), jnp.minimum(slots.request, self.N - 1)
+        length_S = requests.lengths[known_S // shape.group]
+        step = caches.decode_step(state.cache, tier, state.clock, slots.row, length_S, slots.sampled)
+        position_S1 = (length_S + slots.sampled - 1)[:, None]
+        attention = functools.partial(caches.attend_cache, step)
+        x_S1D, cache = self.decoder.through(self.weights, slots.token[:, None], position_S1, state.cache, attention)
+        drawn = self._draw(self.decoder.logits(x_S1D[:, 0]), known_S, slots.sampled)
+        samples, done_S = record(state.samples, requests, self.stop_ids, drawn, known_S, slots.sampled, active_S)
+        return state._replace(
+            cache=cache,
+            slots=Slots(jnp.where(done_S, self.N, slots.request), slots.row, slots.sampled + active_S, drawn.token),
+            clock=state.clock + 1,
+            samples=samples._replace(decode_steps=samples.decode_steps + 1),
+        )
+
+    def _pack(self, state: State, slots: int) -> State:
+        """The running sequences in the first `slots` slots; there are no more of them than that."""
+        if slots == len(state.slots.request):
+            return state
+        slot_S = jnp.argsort(~self._active(state), stable=True)[:slots]
+        return state._replace(
+            cache=caches.pack(state.cache, slot_S),
+            slots=jax.tree.map(lambda x: x[slot_S], state.slots),
+        )
+
+    def _draw(self, logits_XV: jax.Array, request_X: jax.Array, count_X: jax.Array) -> Draw:
+        requests = self.requests
+        options = Sampling(*(x[request_X] for x in requests.options))
+        uniform_X2 = uniforms(requests.seeds[request_X], self.step, requests.ids[request_X], count_X)
+        return draw(logits_XV, options, uniform_X2, self.shape.features)

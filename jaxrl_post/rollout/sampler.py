@@ -15,24 +15,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Params
-from jaxrl_post.rollout.engine import EngineShape, Requests, Samples, make_rollout
-from jaxrl_post.rollout.sampling import Features, Sampling
+from jaxrl_post.rollout.engine import make_rollout
+from jaxrl_post.rollout.records import Requests, Samples
+from jaxrl_post.rollout.sampling import Sampling
+from jaxrl_post.rollout.schedule import EngineShape, SampleOptions, engine_shape
 from jaxrl_post.types import Completion, StopReason
 from sharding.mesh import BATCH_AXES, batch_shards
 from sharding.placement import place
-
-
-@dataclasses.dataclass(frozen=True)
-class SampleOptions:
-    """What to sample; `slots` and `refill` (a data replica each) change the speed and nothing else."""
-
-    samples_per_prompt: int = 1
-    max_new_tokens: int = 64
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    slots: int | None = None
-    refill: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +74,8 @@ class Sampler:
             return self._nothing(len(prompts) * options.samples_per_prompt, options)
         width = self._checked_width(prompts, options, width)
         requests = self._requests(prompts, options, width, seed, limits, seeds)
-        shape = engine_shape(len(requests.lengths) // batch_shards(self._mesh), options, width, requests.options)
+        prompts_each = len(requests.lengths) // batch_shards(self._mesh)
+        shape = engine_shape(prompts_each, options, width, requests.options, self._config)
         if shape not in self._compiled:
             self._compiled[shape] = make_rollout(self._graphdef, shape, self._mesh)
         sharded = NamedSharding(self._mesh, PartitionSpec(BATCH_AXES))
@@ -150,22 +140,6 @@ class Sampler:
             full(options.temperature, np.float32), full(options.top_k, np.int32), full(options.top_p, np.float32)
         )
         return Requests(tokens, lengths, np.arange(padded * G, dtype=np.int32), all_seeds, all_limits, sampling)
-
-
-def engine_shape(prompts: int, options: SampleOptions, width: int, sampling: Sampling) -> EngineShape:
-    """Shape of the engine for `prompts` prompts a replica. Whole groups are refilled together when a group fits."""
-    group = options.samples_per_prompt
-    requests = prompts * group
-    slots = min(options.slots or requests, requests)
-    if options.refill:
-        refill = min(options.refill, requests)
-    elif slots == requests:
-        refill = requests
-    elif slots >= group:
-        refill = group * max(1, slots // (4 * group))
-    else:
-        refill = max(d for d in range(1, slots + 1) if group % d == 0)
-    return EngineShape(slots, refill, group, width, options.max_new_tokens, Features.of(sampling))
 
 
 def _completions(samples: Samples, prompts: int, group: int) -> Rollout:

@@ -95,8 +95,8 @@ def inverse_cdf(mass_SV: jax.Array, uniform_S2: jax.Array) -> tuple[jax.Array, j
 
 
 def blocks(V: int) -> int:
-    """The largest power of two up to 512 that divides V."""
-    return min(V & -V, 512)
+    """The largest power of two that divides V, up to √V or 64: the triangle costs blocks² products a row."""
+    return min(V & -V, max(64, 1 << (V.bit_length() // 2)))
 
 
 def _first_above(running_SX: jax.Array, uniform_S: jax.Array) -> jax.Array:

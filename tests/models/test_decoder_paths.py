@@ -1,4 +1,4 @@
-"""Training rows, packed rows, shared prompts, prefill and decode are one function of the tokens.
+"""Training rows, packed rows and shared prompts are one function of the tokens (tests/rollout: prefill and decode too).
 
 The sequences: a prompt of 5 tokens, and a response of 3 or of 4 tokens after it.
 """
@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import BASE, CASES, draw, logits_of
+from tiny_models import CASES, draw
 
 from jaxrl_post.models.attention import QUERY_CHUNK, attend, packed_attention
-from jaxrl_post.models.decoder import abstract, empty_cache
+from jaxrl_post.models.decoder import abstract
 
 RNG = np.random.default_rng(3)
 PROMPT, FIRST, SECOND = [11, 8, 17, 22, 17], [76, 83, 55], [3, 9, 31, 41]
 GARBAGE = 77
-WIDTH, COLUMNS = 19, 16
+WIDTH = 19
 FAMILIES = ["llama3-rope", "qwen2", "qwen3"]
 SEQUENCES = (PROMPT + FIRST, PROMPT + SECOND)
 SEPARATE, SHARED, PACKED = range(3)
@@ -127,88 +127,3 @@ def test_long_rows_attend_in_blocks_with_the_same_result():
     extra = lambda x: np.concatenate([x, np.zeros_like(x[:, :1])], axis=1)
     whole = jax.jit(packed_attention)(*(extra(np.asarray(x)) for x in (q, k, v, segments, branches)))[:, :T]
     np.testing.assert_allclose(long, whole, rtol=0, atol=1e-6)
-
-
-@functools.cache
-def cached_programs(config):
-    """Jitted prefill (params, tokens, lengths, cache, slots, source) and decode (params, tokens, positions, cache)."""
-    graphdef = abstract(config)[0]
-
-    def prefill(params, *arguments):
-        decoder = nnx.merge(graphdef, params)
-        x, cache = decoder.prefill(*arguments)
-        return decoder.logits(x), cache
-
-    def decode(params, *arguments):
-        decoder = nnx.merge(graphdef, params)
-        x, cache = decoder.decode(*arguments)
-        return decoder.logits(x), cache
-
-    return jax.jit(prefill), jax.jit(decode)
-
-
-def stale_cache(config):
-    """Of three slots, full of a former call's values: none of it may show."""
-    return jax.tree.map(lambda x: x + 9.0, empty_cache(config, 3, COLUMNS))
-
-
-def padded(prompts):
-    return jnp.asarray([prompt + [GARBAGE] * (5 - len(prompt)) for prompt in prompts])
-
-
-def continued(config, params, sequences, lengths, steps):
-    """Logits [3, 1 + steps, V] of three sequences cut after `lengths` tokens, prefilled together and then decoded."""
-    prefill, decode = cached_programs(config)
-    lengths, slots = np.asarray(lengths), jnp.arange(3)
-    prompts = [sequence[:n] for sequence, n in zip(sequences, lengths, strict=True)]
-    logits, cache = prefill(params, padded(prompts), jnp.asarray(lengths), stale_cache(config), slots, slots)
-    outputs = [logits]
-    for t in range(steps):
-        tokens = [sequence[n + t] for sequence, n in zip(sequences, lengths, strict=True)]
-        logits, cache = decode(params, jnp.asarray(tokens), jnp.asarray(lengths + t), cache)
-        outputs.append(logits)
-    return np.stack([np.asarray(x) for x in outputs], axis=1)
-
-
-@pytest.mark.parametrize("case", FAMILIES)
-def test_prefill_and_decode_equal_the_full_forward_wherever_the_prompt_is_cut(case):
-    config, sequence = CASES[case], PROMPT + FIRST + SECOND
-    params = draw(config)
-    full = np.asarray(logits_of(config)(params, jnp.asarray([sequence])))[0]
-    lengths = (5, 3, 1)
-    for cached, n in zip(continued(config, params, [sequence] * 3, lengths, 7), lengths, strict=True):
-        np.testing.assert_allclose(cached, full[n - 1 : n + 7], rtol=0, atol=1e-5)
-
-
-def test_unequal_prompts_decoded_together_equal_each_alone():
-    config, sequences = CASES["qwen2"], [PROMPT + FIRST + SECOND, SECOND * 3, FIRST * 4]
-    params = draw(config)
-    lengths = (4, 1, 5)
-    together = continued(config, params, sequences, lengths, 6)
-    for row, (sequence, n) in enumerate(zip(sequences, lengths, strict=True)):
-        alone = np.asarray(logits_of(config)(params, jnp.asarray([sequence])))[0]
-        np.testing.assert_allclose(together[row], alone[n - 1 : n + 6], rtol=0, atol=1e-5)
-
-
-def test_slots_and_positions_out_of_range_write_nothing():
-    config = CASES["qwen2"]
-    (prefill, decode), params, before = cached_programs(config), draw(config), stale_cache(config)
-    tokens, lengths = padded([PROMPT, FIRST, SECOND]), jnp.asarray([5, 3, 4])
-    _, after = prefill(params, tokens, lengths, before, jnp.asarray([3, 1, 3]), jnp.asarray([0, 0, 1]))
-    np.testing.assert_array_equal(after.k[:, [0, 2]], before.k[:, [0, 2]])
-    assert (np.asarray(after.k[:, 1, :, :5]) != 9.0).all()
-    _, later = decode(params, jnp.asarray([1, 1, 1]), jnp.asarray([COLUMNS, 5, COLUMNS]), after)
-    np.testing.assert_array_equal(later.k[:, [0, 2]], before.k[:, [0, 2]])
-    assert (np.asarray(later.k[:, 1, :, 5]) != 9.0).all()
-
-
-def test_a_shared_prompt_prefilled_once_serves_every_slot_of_its_group():
-    config = BASE
-    prefill, decode = cached_programs(config)
-    params, source = draw(config), jnp.asarray([1, 1, 0])
-    _, cache = prefill(params, padded([PROMPT, FIRST, SECOND]), jnp.asarray([5, 3, 4]), stale_cache(config),
-                       jnp.arange(3), source)  # fmt: skip
-    logits, _ = decode(params, jnp.asarray([7, 8, 9]), jnp.asarray([3, 3, 5]), cache)
-    for row, sequence in enumerate([[*FIRST, 7], [*FIRST, 8], [*PROMPT, 9]]):
-        alone = np.asarray(logits_of(config)(params, jnp.asarray([sequence + [0] * (12 - len(sequence))])))[0]
-        np.testing.assert_allclose(logits[row], alone[len(sequence) - 1], rtol=0, atol=1e-5)

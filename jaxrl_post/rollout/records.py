@@ -1,0 +1,71 @@
+"""What a rollout is asked for and what it writes down. N requests, P prompts, W prompt width, R response limit."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_post.rollout.sampling import Draw, Sampling
+from jaxrl_post.types import StopReason
+
+
+class Requests(NamedTuple):
+    """What to sample. Per prompt: tokens int32 [P, W] right-padded, lengths int32 [P] ≥ 1. Per request, in prompt
+    order: ids int32 [N] (key the draws), seeds uint32 [N], limits int32 [N] new tokens (0 samples nothing), and
+    `options` [N]. The padding of the last refill is the engine's business, not the caller's.
+    """
+
+    tokens: Any
+    lengths: Any
+    ids: Any
+    seeds: Any
+    limits: Any
+    options: Sampling
+
+
+class Samples(NamedTuple):
+    """What was sampled: tokens int32 [N, R], logp and raw_logp float32 [N, R], lengths int32 [N], stops int32 [N]
+    (`StopReason`, 0 for a request with limit 0). Entries at or beyond a length are 0. `decode_steps` and `refills`
+    int32 [1] a replica.
+    """
+
+    tokens: Any
+    logp: Any
+    raw_logp: Any
+    lengths: Any
+    stops: Any
+    decode_steps: Any
+    refills: Any
+
+
+def no_samples(N: int, R: int) -> Samples:
+    ints, floats = (lambda *size: jnp.zeros(size, jnp.int32)), (lambda *size: jnp.zeros(size, jnp.float32))
+    return Samples(ints(N, R), floats(N, R), floats(N, R), ints(N), ints(N), ints(1), ints(1))
+
+
+def record(
+    samples: Samples,
+    requests: Requests,
+    stop_ids: jax.Array,
+    drawn: Draw,
+    request_X: jax.Array,
+    count_X: jax.Array,
+    live_X: jax.Array,
+) -> tuple[Samples, jax.Array]:
+    """Write each live row's token as number `count` of its request; tell which requests are done."""
+    N = requests.ids.shape[0]
+    to_X = jnp.where(live_X, request_X, N)
+    stopped_X = (drawn.token[:, None] == stop_ids[None, :]).any(axis=-1)
+    full_X = count_X + 1 >= requests.limits[request_X]
+    reason_X = jnp.where(stopped_X, StopReason.STOP, jnp.where(full_X, StopReason.LENGTH, 0)).astype(jnp.int32)
+    put = lambda old, new: old.at[to_X, count_X].set(new, mode="drop")
+    recorded = samples._replace(
+        tokens=put(samples.tokens, drawn.token),
+        logp=put(samples.logp, drawn.logp),
+        raw_logp=put(samples.raw_logp, drawn.raw_logp),
+        lengths=samples.lengths.at[to_X].set(count_X + 1, mode="drop"),
+        stops=samples.stops.at[to_X].set(reason_X, mode="drop"),
+    )
+    return recorded, live_X & (stopped_X | full_X)
