@@ -100,7 +100,7 @@ def attend_prompt(
     q_MKXN = q_MBHN.reshape(M, B, K, H // K, N).transpose(0, 2, 1, 3, 4).reshape(M, K, -1, N)
     seen_BW = jnp.arange(W)[None] <= start + jnp.arange(B)[:, None]
     mask_XW = jnp.repeat(seen_BW, H // K, axis=0)
-    attended_MKXN = _attend(q_MKXN, [(k_MKNW, v_MKWN, mask_XW[None, None])])
+    attended_MKXN = attend_parts(q_MKXN, [(k_MKNW, v_MKWN, mask_XW[None, None])])
     return attended_MKXN.reshape(M, K, B, H // K, N).transpose(0, 2, 1, 3, 4).reshape(M, B, H, N), cache
 
 
@@ -151,7 +151,7 @@ def attend_cache(
     mask = lambda mask_SC: mask_SC[:, None, None]
     prompt = (of_layer(cache.prompts.k)[step.row_S], of_layer(cache.prompts.v)[step.row_S], mask(step.prompt_mask_SW))
     responses = [(of_layer(x.k), of_layer(x.v), mask(m)) for x, m in zip(cache.responses, step.masks, strict=False)]
-    attended_SKGN = _attend(q_S1HN.reshape(S, K, H // K, N), [prompt, *responses])
+    attended_SKGN = attend_parts(q_S1HN.reshape(S, K, H // K, N), [prompt, *responses])
     return attended_SKGN.reshape(S, 1, H, N), cache
 
 
@@ -163,7 +163,7 @@ def _write(x: jax.Array, new: jax.Array, i: jax.Array | None, column: jax.Array,
     return lax.dynamic_update_slice(x, new[None], start)
 
 
-def _attend(q_RKXN: jax.Array, parts: Sequence[tuple[jax.Array, jax.Array, jax.Array]]) -> jax.Array:
+def attend_parts(q_RKXN: jax.Array, parts: Sequence[tuple[jax.Array, jax.Array, jax.Array]]) -> jax.Array:
     """softmax(q·k/√N) v with one softmax over all parts (k [R, K, N, C], v [R, K, C, N], mask), in float32.
 
     Every query sees at least one key.

@@ -1,0 +1,64 @@
+"""Keys and values of sequences that start, wait and go on at any time: a row for each slot, a column for each position.
+
+The in-graph engine's slots all write one column a step, which only sequences that never pause can share. Here every row
+writes at its own length. Pieces of a prompt or of appended text go through `cache.attend_prompt`, with slots for rows.
+
+S slots, W columns of a row, C columns read, K key/value heads, G query heads for each (H = K·G), N per-head width.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.rollout import cache as caches
+from jaxrl_post.rollout.cache import Cache, KeysValues
+
+Caches = Cache | tuple[Cache, ...]
+
+
+def empty_rows(config: ModelConfig, unrolled: bool, rows: int, columns: int) -> Caches:
+    """`rows` rows of `columns` columns, for each layer or with a leading L."""
+    return caches.empty_cache(config, unrolled, rows, columns, rows, ())
+
+
+def attend_rows(
+    length_S: jax.Array,
+    running_S: jax.Array,
+    columns: int,
+    cache: Cache,
+    i: jax.Array | None,
+    q_S1HN: jax.Array,
+    k_S1KN: jax.Array,
+    v_S1KN: jax.Array,
+) -> tuple[jax.Array, Cache]:
+    """Attention of one token a slot to the `length_S` columns before it and its own; writes its column first.
+
+    Only the first `columns` columns are read. A slot that is not running writes nothing.
+    """
+    S, _, H, N = q_S1HN.shape
+    K, old = k_S1KN.shape[2], cache.prompts
+    row_S, column_S = jnp.arange(S), jnp.where(running_S, length_S, old.k.shape[-1])
+    layer = () if i is None else (i,)
+    kept = KeysValues(
+        old.k.at[(*layer, row_S, slice(None), slice(None), column_S)].set(k_S1KN[:, 0], mode="drop"),
+        old.v.at[(*layer, row_S, slice(None), column_S)].set(v_S1KN[:, 0], mode="drop"),
+    )
+    k_SKNC, v_SKCN = (x if i is None else x[i] for x in kept)
+    mask_SC = jnp.arange(columns)[None] <= length_S[:, None]
+    part = (k_SKNC[..., :columns], v_SKCN[:, :, :columns], mask_SC[:, None, None])
+    attended_SKGN = caches.attend_parts(q_S1HN.reshape(S, K, H // K, N), [part])
+    return attended_SKGN.reshape(S, 1, H, N), cache._replace(prompts=kept)
+
+
+def copy_row(cache: Caches, prefix: Caches, row: jax.Array, mine: jax.Array) -> Caches:
+    """The first columns of `row` from the one row of `prefix`, where `mine`."""
+
+    def put(x: jax.Array, new: jax.Array) -> jax.Array:
+        at = [jnp.int32(0)] * x.ndim
+        at[x.ndim - 4] = row
+        return lax.dynamic_update_slice(x, jnp.where(mine, new, lax.dynamic_slice(x, at, new.shape)), at)
+
+    return jax.tree.map(put, cache, prefix)

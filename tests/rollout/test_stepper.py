@@ -1,0 +1,212 @@
+"""The host-driven engine samples what the in-graph engine samples, whenever and wherever its requests run."""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.decoder import Decoder, abstract, split
+from jaxrl_post.rollout.sampler import Sampler
+from jaxrl_post.rollout.schedule import SampleOptions
+from jaxrl_post.rollout.stepper import Request, StepEngine
+from jaxrl_post.types import StopReason
+from sharding.mesh import make_mesh, resolve_sizes
+from sharding.placement import place, tree_shardings
+from sharding.rules import ROLLOUT
+
+CONFIG = ModelConfig("qwen3", 98, 32, 64, 3, 4, 2, 16, initializer_range=0.3)
+STOPS = (96, 7)
+PROMPTS = [[5, 6, 7, 8], [9], list(range(1, 22)), [60, 61], [33, 34, 35], [71] * 9]
+LIMITS = [10, 3, 7, 10, 1, 10]
+
+
+def mesh_of(devices=1, **axes):
+    return make_mesh(resolve_sizes({"fsdp": 1} | axes, devices), jax.devices()[:devices])
+
+
+@functools.cache
+def model():
+    return split(Decoder(CONFIG, jax.random.key(0)))
+
+
+@functools.cache
+def sampler():
+    return Sampler(model()[0], CONFIG, mesh_of(), STOPS)
+
+
+@functools.cache
+def expected(temperature=1.0, top_p=1.0):
+    options = SampleOptions(max_new_tokens=10, temperature=temperature, top_p=top_p)
+    return sampler().generate(model()[1], PROMPTS, options, seed=3, step=2, limits=LIMITS).completions
+
+
+@functools.cache
+def engine(devices=1, axes=()):
+    """Of two slots a replica, pieces of 8 tokens, 3 steps a call; and its weights."""
+    mesh = mesh_of(devices, **dict(axes))
+    slots = max(2, devices)
+    made = StepEngine(model()[0], CONFIG, mesh, STOPS, slots=slots, columns=48, steps=3, piece=8, top=5)
+    _, shapes, names = abstract(CONFIG)
+    return made, made.load(place(model()[1], tree_shardings(names, shapes, ROLLOUT, mesh)))
+
+
+def request(i, **kw):
+    return Request(**({"limit": LIMITS[i], "id": i, "seed": 3, "step": 2} | kw))
+
+
+def collect(answers, of_slot, bursts):
+    for slot, burst in bursts.items():
+        answers.setdefault(of_slot[slot], []).append(burst)
+
+
+def together(bursts, name):
+    return np.concatenate([getattr(burst, name) for burst in bursts])
+
+
+def serve(made, weights, order, **kw):
+    """Every prompt in this order, as slots become free; bursts by prompt."""
+    answers, of_slot, waiting = {}, {}, list(order)
+    while waiting or any(slot.request for slot in made.slots):
+        for i, slot in enumerate(made.slots):
+            if slot.request is None and waiting:
+                made.free(i)
+                of_slot[i] = waiting.pop(0)
+                prefix = made.prefill(weights, PROMPTS[of_slot[i]])
+                made.insert(prefix, i, request(of_slot[i], **kw))
+        collect(answers, of_slot, made.generate(weights))
+    for i in range(len(made.slots)):
+        made.free(i)
+    return answers
+
+
+def assert_equal(answers, completions):
+    assert sorted(answers) == list(range(len(PROMPTS)))
+    for i, completion in enumerate(completions):
+        assert together(answers[i], "ids").tolist() == completion.ids.tolist()
+        np.testing.assert_allclose(together(answers[i], "logp"), completion.logp, atol=1e-5)
+        np.testing.assert_allclose(together(answers[i], "raw_logp"), completion.raw_logp, atol=1e-5)
+        assert [b.stop for b in answers[i]] == [None] * (len(answers[i]) - 1) + [completion.stop]
+
+
+@pytest.mark.parametrize("order", [range(6), [5, 3, 1, 4, 2, 0]])
+def test_requests_in_any_slot_and_order_are_those_of_the_in_graph_engine(order):
+    assert {c.stop for c in expected()} == {StopReason.STOP, StopReason.LENGTH}
+    assert_equal(serve(*engine(), order), expected())
+
+
+@pytest.mark.parametrize("kw", [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.8}])
+def test_options_are_those_of_the_in_graph_engine(kw):
+    assert_equal(serve(*engine(), range(6), **kw), expected(**kw))
+
+
+def test_every_mesh_gives_the_same_ids():
+    assert_equal(serve(*engine(8, (("fsdp", 4), ("tensor", 2))), range(6)), expected())
+
+
+def test_the_likeliest_tokens_are_in_falling_order_and_hold_the_greedy_one():
+    answers = serve(*engine(), range(6), temperature=0.0)
+    for bursts in answers.values():
+        top_ids, top_logp = together(bursts, "top_ids"), together(bursts, "top_logp")
+        assert (top_ids[:, 0] == together(bursts, "ids")).all()
+        np.testing.assert_allclose(top_logp[:, 0], together(bursts, "raw_logp"), atol=1e-5)
+        assert (np.diff(top_logp, axis=1) <= 0).all()
+
+
+def test_a_long_prompt_is_prefilled_between_the_steps_of_a_running_slot():
+    made, weights = engine()
+    answers, of_slot = {}, {0: 0, 1: 2}
+    made.insert(made.prefill(weights, PROMPTS[0]), 0, request(0))
+    prefix, pieces = made.begin(PROMPTS[2]), 0
+    while not prefix.ready:
+        prefix, pieces = made.advance(weights, prefix), pieces + 1
+        collect(answers, of_slot, made.generate(weights))
+    assert pieces == 3
+    assert len(together(answers[0], "ids")) == min(9, len(expected()[0].ids))
+    made.insert(prefix, 1, request(2))
+    while made.slots[0].request or made.slots[1].request:
+        collect(answers, of_slot, made.generate(weights))
+    for i in (0, 2):
+        assert together(answers[i], "ids").tolist() == expected()[i].ids.tolist()
+    made.free(0), made.free(1)
+
+
+def test_one_prefix_serves_several_slots():
+    made, weights = engine()
+    prefix = made.prefill(weights, PROMPTS[2])
+    for slot in (0, 1):
+        made.insert(prefix, slot, request(2, seed=slot, limit=3))
+    bursts = made.generate(weights)
+    options = SampleOptions(max_new_tokens=10)
+    for slot in (0, 1):
+        alone = sampler().generate(
+            model()[1], [PROMPTS[0], PROMPTS[1], PROMPTS[2]], options, seed=slot, step=2, limits=[0, 0, 3], width=32
+        )
+        assert bursts[slot].ids.tolist() == alone.completions[2].ids.tolist()
+        made.free(slot)
+
+
+def test_a_sequence_goes_on_after_appended_tokens_as_if_it_were_a_prompt():
+    """At every length, so that pieces of all sizes end at the slot's last column."""
+    made, weights = engine()
+    turns = [(PROMPTS[2], 5), ([40, 41, 42], 4), ([50], 3), ([60] * 5, 2), ([], 2)]
+    made.insert(made.prefill(weights, turns[0][0]), 1, Request(turns[0][1], id=0, seed=0, temperature=0.0))
+    ids = []
+    for number, (appended, limit) in enumerate(turns):
+        ids += appended
+        if number:
+            made.extend(1, appended, Request(limit, seed=number, temperature=0.0))
+            while not made.feed(weights, 1):
+                pass
+        bursts = []
+        while made.slots[1].request:
+            bursts.append(made.generate(weights)[1])
+        options = SampleOptions(max_new_tokens=10, temperature=0.0)
+        [fresh] = sampler().generate(model()[1], [ids], options, seed=0, step=0, limits=[limit], width=64).completions
+        assert together(bursts, "ids").tolist() == fresh.ids.tolist()
+        np.testing.assert_allclose(together(bursts, "raw_logp"), fresh.raw_logp, atol=1e-5)
+        ids += fresh.ids.tolist()
+    made.free(1)
+
+
+def test_pieces_fit_the_room_there_is():
+    made, _ = engine()
+    for room, count in itertools.product(range(1, 20), range(1, 20)):
+        if count <= room:
+            piece, used = made._next_piece(list(range(1, count + 1)), room)
+            assert piece.shape[1] <= min(room, 8)
+            assert piece[0, :used].tolist() == list(range(1, used + 1))
+            assert 1 <= used <= count
+
+
+def test_compiles_are_few():
+    made, _ = engine()
+    assert made._programs.prefill._cache_size() <= 4
+    assert len(made._programs._decodes) <= 2
+
+
+def test_bad_requests_are_refused_by_name():
+    made, weights = engine()
+    with pytest.raises(ValueError, match="no tokens"):
+        made.begin([])
+    with pytest.raises(ValueError, match="48 tokens and leaves no room"):
+        made.begin([1] * 48)
+    prefix = made.prefill(weights, [1, 2, 3])
+    with pytest.raises(ValueError, match="3 tokens and 46 new ones exceed the 48"):
+        made.insert(prefix, 0, Request(46))
+    with pytest.raises(ValueError, match="limit=0"):
+        made.insert(prefix, 0, Request(0))
+    with pytest.raises(ValueError, match="slot 0 is free"):
+        made.extend(0, [1], Request(1))
+    made.insert(prefix, 0, Request(1))
+    with pytest.raises(ValueError, match="slot 0 is taken"):
+        made.insert(prefix, 0, Request(1))
+    made.free(0)
+    with pytest.raises(ValueError, match=r"stop ids \[98\]"):
+        StepEngine(model()[0], CONFIG, mesh_of(), (98,), slots=2, columns=16)
+    with pytest.raises(ValueError, match="slots=3 must be a multiple of the mesh's 4"):
+        StepEngine(model()[0], CONFIG, mesh_of(8, fsdp=4, tensor=2), (), slots=3, columns=16)
+    with pytest.raises(ValueError, match="2048 positions"):
+        StepEngine(model()[0], CONFIG, mesh_of(), (), slots=2, columns=2049)
