@@ -125,9 +125,13 @@ class Rollout(Section):
     stop_token_ids: tuple[Count, ...] = ()
     """Stop on these too, beside the model's own end-of-sequence ids."""
     slots: PositiveInt | None = None
-    """Sequences decoded at once on each data replica; null decodes all of a step's samples at once."""
+    """Sequences decoded at once on each data replica; null is all of a step's samples, or as many as fit its memory."""
     refill: PositiveInt | None = None
     """Free slots awaited before a refill; a multiple or a divisor of `samples_per_prompt`; null chooses."""
+    prefill_columns: PositiveInt = 512
+    """Tokens of a prompt that one prefill runs through the model; a longer prompt takes several."""
+    lockstep: bool = False
+    """All data replicas run the same number of decode steps, for backends where each cannot go at its own pace."""
 
 
 Algorithm = Annotated[PolicyAlgorithm | PPO | Distillation, Field(discriminator="kind"), default_kind("grpo")]

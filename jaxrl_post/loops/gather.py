@@ -150,6 +150,8 @@ def sample(
         top_p=options.top_p,
         slots=options.slots,
         refill=options.refill,
+        prefill_columns=options.prefill_columns,
+        lockstep=options.lockstep,
     )
     ids = [prompt.ids for prompt in prompts]
     seed = (job.config.seed + attempt * SEED_STRIDE) % 2**32
@@ -158,7 +160,13 @@ def sample(
 
 def sample_greedily(job: Job, sampler: Sampler, params: Params, prompts: Sequence[Prompt]) -> Rollout:
     """The likeliest token, again and again: one completion of every prompt."""
-    greedy = SampleOptions(max_new_tokens=job.config.rollout.max_new_tokens, temperature=0.0)
+    options = job.config.rollout
+    greedy = SampleOptions(
+        max_new_tokens=options.max_new_tokens,
+        temperature=0.0,
+        prefill_columns=options.prefill_columns,
+        lockstep=options.lockstep,
+    )
     ids = [prompt.ids for prompt in prompts]
     return sampler.generate(params, ids, greedy, seed=job.config.seed, step=0, width=job.prompt_width)
 

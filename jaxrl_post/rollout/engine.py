@@ -183,13 +183,13 @@ class Engine:
         return self._admit(state, done)
 
     def _admission(self, state: State) -> Admission:
-        """The first K free slots and the first M prompt rows that no running slot reads."""
+        """The first K free slots and the first M prompt rows that no running slot reads; no row beyond the queue."""
         shape, active_S = self.shape, self._active(state)
+        queued_M = state.queued // shape.group + jnp.arange(shape.prompts_per_refill) < len(self.tokens_PW)
         read_U = jnp.zeros(shape.prompt_rows, bool).at[state.slots.row].max(active_S)
         first = lambda free, count: jnp.argsort(~free, stable=True)[:count].astype(jnp.int32)
-        return Admission(
-            first(~active_S, shape.refill), first(~read_U, shape.prompts_per_refill), jnp.int32(0), state.admission.last
-        )
+        row_M = jnp.where(queued_M, first(~read_U, shape.prompts_per_refill), shape.prompt_rows)
+        return Admission(first(~active_S, shape.refill), row_M, jnp.int32(0), state.admission.last)
 
     def _admit(self, state: State, now: jax.Array) -> State:
         """Draw the first token of K requests from their prompts' last hidden states, and let them run."""
@@ -198,13 +198,14 @@ class Engine:
         request_K = state.queued + jnp.arange(shape.refill)
         known_K = jnp.minimum(request_K, self.N - 1)
         first_K = jnp.zeros_like(known_K)
-        admitted_K = now & (request_K < self.N) & (requests.limits[known_K] > 0)
+        queued_K = now & (request_K < self.N)
+        admitted_K = queued_K & (requests.limits[known_K] > 0)
         drawn = self._draw(self.decoder.logits(admission.last)[source_K], known_K, first_K)
         samples, done_K = record(state.samples, requests, self.stop_ids, drawn, known_K, first_K, admitted_K)
         fresh = Slots(
             jnp.where(admitted_K & ~done_K, request_K, self.N), admission.row[source_K], first_K + 1, drawn.token
         )
-        to_K = jnp.where(now, admission.slot, shape.slots)
+        to_K = jnp.where(queued_K, admission.slot, shape.slots)
         return state._replace(
             slots=jax.tree.map(lambda old_S, new_K: old_S.at[to_K].set(new_K, mode="drop"), state.slots, fresh),
             queued=jnp.where(now, jnp.minimum(state.queued + shape.refill, self.N), state.queued),

@@ -6,6 +6,7 @@ P prompts, G samples each, N = P·G requests, W prompt width.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Collection, Sequence
 
 import jax
@@ -18,10 +19,12 @@ from jaxrl_post.models.decoder import Params
 from jaxrl_post.rollout.engine import make_rollout
 from jaxrl_post.rollout.records import Requests, Samples
 from jaxrl_post.rollout.sampling import Sampling
-from jaxrl_post.rollout.schedule import EngineShape, SampleOptions, engine_shape
+from jaxrl_post.rollout.schedule import EngineShape, SampleOptions, cache_memory, engine_shape
 from jaxrl_post.types import Completion, StopReason
 from sharding.mesh import BATCH_AXES, batch_shards
 from sharding.placement import place
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Sampler:
         if outside:
             raise ValueError(f"stop ids {outside} are outside the vocabulary of {config.vocab_size}")
         self._graphdef, self._config, self._mesh = graphdef, config, mesh
+        self._memory = cache_memory(mesh.shape["tensor"])
         self._stop_ids = np.array(sorted(stop_ids), np.int32)
         self._compiled: dict[EngineShape, Callable[..., Samples]] = {}
 
@@ -75,8 +79,9 @@ class Sampler:
         width = self._checked_width(prompts, options, width)
         requests = self._requests(prompts, options, width, seed, limits, seeds)
         prompts_each = len(requests.lengths) // batch_shards(self._mesh)
-        shape = engine_shape(prompts_each, options, width, requests.options, self._config)
+        shape = engine_shape(prompts_each, options, width, requests.options, self._config, self._memory)
         if shape not in self._compiled:
+            log.info("rollout of %d prompts a replica: %s", prompts_each, shape.describe())
             self._compiled[shape] = make_rollout(self._graphdef, shape, self._mesh)
         sharded = NamedSharding(self._mesh, PartitionSpec(BATCH_AXES))
         whole = NamedSharding(self._mesh, PartitionSpec())

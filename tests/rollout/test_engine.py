@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Decoder, abstract, split
+from jaxrl_post.rollout.engine import make_rollout
 from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.rollout.sampling import Sampling
 from jaxrl_post.rollout.schedule import SampleOptions, engine_shape
@@ -20,7 +21,7 @@ from sharding.mesh import make_mesh, resolve_sizes
 from sharding.placement import place, tree_shardings
 from sharding.rules import ROLLOUT
 
-CONFIG = ModelConfig("qwen3", 98, 32, 64, 3, 4, 2, 16, initializer_range=0.3)
+CONFIG = ModelConfig("qwen3", 98, 32, 64, 2, 4, 2, 16, initializer_range=0.3)
 PROMPTS = [[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7], [60, 61], [33, 34, 35]]
 
 
@@ -96,7 +97,80 @@ def test_slots_and_refill_size_change_nothing_but_the_schedule(plan):
     assert sum(other.refills) == -(-10 // refill)
 
 
+def same(a, b):
+    assert ids(a) == ids(b)
+    for x, y in zip(a.completions, b.completions, strict=True):
+        assert x.stop is y.stop
+        np.testing.assert_allclose(x.logp, y.logp, rtol=2e-6, atol=4e-6)
+        np.testing.assert_allclose(x.raw_logp, y.raw_logp, rtol=2e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"chunks": (2, 3, 5)},
+        {"drain": (10, 5, 2)},
+        {"drain": (10, 6, 3), "chunks": (2, 3, 5)},
+        {"piece": 3, "refill": 4, "prompt_rows": 6},
+        {"slots": 4, "refill": 2, "piece": 3, "prompt_rows": 4, "chunks": (10,), "drain": (4, 2)},
+        {"slots": 3, "refill": 1, "prompt_rows": 3, "chunks": (10,), "drain": (3,), "unrolled": False},
+    ],
+    ids=["tiers", "drain", "drain_and_tiers", "pieces", "pieces_between_decode_steps", "scanned_layers"],
+)
+def test_the_plan_changes_nothing_but_the_speed(change, monkeypatch):
+    """Some sequences stop early, so that slots drain and are refilled at different times."""
+    limits = {"limits": [1, 10, 3, 2, 5, 0, 9, 10, 4, 7], "stop_ids": tuple(range(0, 98, 9))}
+    base = generate(**limits)
+    plan = lambda *arguments: dataclasses.replace(engine_shape(*arguments), **change)
+    monkeypatch.setattr("jaxrl_post.rollout.sampler.engine_shape", plan)
+    same(base, generate(**limits))
+
+
+@pytest.mark.parametrize("slots", [None, 4])
+def test_replicas_in_lockstep_give_what_free_ones_give_in_equally_many_steps(slots):
+    """Replica 0 has nothing but short requests, replica 3 padding alone."""
+    limits = [1, 2, 1, 1, 10, 9, 1, 10, 4, 7]
+    kw = {"devices": 4, "axes": EIGHT_DEVICES["four"], "limits": limits, "stop_ids": (), "slots": slots, "refill": 2}
+    free, locked = generate(**kw), generate(**kw, lockstep=True)
+    same(free, locked)
+    assert len(set(free.decode_steps)) > 1
+    assert len(locked.decode_steps) == 4
+    assert len(set(locked.decode_steps)) == len(set(locked.refills)) == 1
+
+
+def test_the_decode_loops_copy_no_chunk_of_the_cache():
+    """XLA copies what it cannot prove safe to update in place: a cache of many GiB, at every token."""
+    for unrolled in (True, False):
+        options = SampleOptions(samples_per_prompt=2, max_new_tokens=10)
+        requests = sampler()._requests(PROMPTS, options, 8, 0, None, None)
+        shape = engine_shape(5, options, 8, requests.options, CONFIG, 1e9)
+        shape = dataclasses.replace(shape, unrolled=unrolled, chunks=(3, 7), drain=(10,))
+        program = make_rollout(model()[0], shape, mesh_of()).lower(
+            model()[1], requests, np.array([96], np.int32), np.int32(0)
+        )
+        bodies = re.findall(r"^%[^\n]*region[^\n]*\{\n(.*?)^\}", program.compile().as_text(), re.S | re.M)
+        decoding = [body for body in bodies if "dynamic-update-slice" in body or "dynamic_update_slice" in body]
+        assert decoding
+        leading = "" if unrolled else "2,"
+        for columns in (3, 7):
+            for cache in (f"f32[{leading}10,2,{columns},16]", f"f32[{leading}10,2,16,{columns}]"):
+                assert cache in "".join(decoding)
+                copies = [line for body in decoding for line in body.splitlines() if " copy(" in line and cache in line]
+                assert copies == []
+
+
+def test_slots_fit_the_memory_and_hold_whole_groups():
+    options, sampling = SampleOptions(4, 20), Sampling(*np.ones((3, 80), np.float32))
+    column = 2 * CONFIG.layers * 2 * 16 * 4
+    fitting = lambda slots: engine_shape(20, options, 8, sampling, CONFIG, column * (8 + 1.5 * 20) * slots)
+    assert (fitting(100).slots, fitting(100).refill, fitting(100).chunks) == (80, 80, (20,))
+    assert (fitting(50).slots, fitting(50).refill, fitting(50).prompt_rows) == (48, 12, 21)
+    assert fitting(3).slots == 3
+    assert fitting(0.1).slots == 1
+
+
 EIGHT_DEVICES = {
+    "four": (("data", 4),),
     "data": (("data", 8),),
     "fsdp": (("fsdp", 8),),
     "fsdp_tensor": (("fsdp", 4), ("tensor", 2)),
@@ -219,7 +293,7 @@ def test_top_k_and_top_p_restrict_what_is_drawn():
 def test_one_prefill_for_each_prompt_when_a_group_fits_the_slots():
     options = SampleOptions(samples_per_prompt=4, max_new_tokens=5, slots=8)
     sampling = Sampling(np.ones(20, np.float32), np.zeros(20, np.int32), np.ones(20, np.float32))
-    shape = engine_shape(5, options, 8, sampling, CONFIG)
+    shape = engine_shape(5, options, 8, sampling, CONFIG, 1e9)
     assert shape.prompts_per_refill * 4 == shape.refill
     rollout = generate(samples_per_prompt=4, slots=8)
     assert sum(rollout.refills) * shape.prompts_per_refill == 5
@@ -247,6 +321,6 @@ def test_compiles_once_for_each_shape():
 
 def test_features_are_static():
     sampling = Sampling(np.ones(2, np.float32), np.zeros(2, np.int32), np.ones(2, np.float32))
-    shape = engine_shape(1, SampleOptions(samples_per_prompt=2), 8, sampling, CONFIG)
+    shape = engine_shape(1, SampleOptions(samples_per_prompt=2), 8, sampling, CONFIG, 1e9)
     assert hash(shape) == hash(dataclasses.replace(shape))
     assert not any(dataclasses.astuple(shape.features))
