@@ -174,10 +174,7 @@ class StepEngine:
 
     def begin(self, ids: Sequence[int]) -> Prefix:
         """A prefix of which nothing is computed yet. Raises: ValueError for no ids, or more than fit a slot."""
-        if not ids:
-            raise ValueError("the prompt has no tokens, and the tokenizer adds none at its start")
-        if len(ids) >= self.columns:
-            raise ValueError(f"the prompt has {len(ids)} tokens and leaves no room in a slot of {self.columns}")
+        self._check_prompt(ids)
         return Prefix(tuple(ids), 0, self._programs.empty(1, min(_bucket(len(ids) - 1), self.columns)))
 
     def advance(self, weights: Weights, prefix: Prefix) -> Prefix:
@@ -196,13 +193,21 @@ class StepEngine:
 
     def insert(self, prefix: Prefix, slot: int, request: Request) -> None:
         """Let a request run in a free slot. Raises: ValueError when prompt and limit do not fit."""
-        if self.slots[slot].request is not None:
-            raise ValueError(f"slot {slot} is taken: free it first")
+        self._check_free(slot)
         if not prefix.ready:
             raise ValueError(f"{prefix.length} of the prefix's {len(prefix.ids)} tokens are computed: advance it first")
         self._check(request, len(prefix.ids))
         self._cache = self._programs.insert(self._cache, prefix.cache, np.int32(slot))
         self.slots[slot] = Slot(request, [prefix.ids[-1]], prefix.length)
+
+    def start(self, slot: int, ids: Sequence[int], request: Request) -> None:
+        """Let a request run in a free slot after a prompt that is not computed yet; `feed` the slot until it runs.
+
+        Raises: as `begin` and `insert`.
+        """
+        self.check(ids, request)
+        self._check_free(slot)
+        self.slots[slot] = Slot(request, list(ids))
 
     # A sequence that goes on.
 
@@ -258,10 +263,11 @@ class StepEngine:
 
     def _record(self, i: int, steps: Steps) -> Burst:
         slot, n = self.slots[i], int(steps.live[:, i].sum())
-        burst = Burst(
-            *(x[:n, i] for x in (steps.token, steps.logp, steps.raw_logp, steps.top_ids, steps.top_logp)),
-            stop=StopReason(int(steps.stop[n - 1, i])) if steps.stop[n - 1, i] else None,
+        stop = StopReason(int(steps.stop[n - 1, i])) if steps.stop[n - 1, i] else None
+        token, logp, raw_logp, top_ids, top_logp = (
+            x[:n, i] for x in (steps.token, steps.logp, steps.raw_logp, steps.top_ids, steps.top_logp)
         )
+        burst = Burst(token, logp, raw_logp, top_ids, top_logp, stop)
         slot.pending, slot.length, slot.sampled = [int(burst.ids[-1])], slot.length + n, slot.sampled + n
         if burst.stop is not None:
             slot.request = None
@@ -297,6 +303,21 @@ class StepEngine:
         piece[0, :count] = ids[:count]
         return piece, count
 
+    def check(self, ids: Sequence[int], request: Request) -> None:
+        """Raises: ValueError for a prompt and a request that no slot can hold. Safe on any thread."""
+        self._check_prompt(ids)
+        self._check(request, len(ids))
+
+    def _check_prompt(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise ValueError("the prompt has no tokens, and the tokenizer adds none at its start")
+        if len(ids) >= self.columns:
+            raise ValueError(f"the prompt has {len(ids)} tokens and leaves no room in a slot of {self.columns}")
+
+    def _check_free(self, slot: int) -> None:
+        if self.slots[slot].request is not None:
+            raise ValueError(f"slot {slot} is taken: free it first")
+
     def _check(self, request: Request, length: int) -> None:
         if request.limit < 1:
             raise ValueError(f"limit={request.limit}: a request samples at least one token")
@@ -307,7 +328,7 @@ class StepEngine:
 
 
 class Programs:
-    """The engine's compiled programs. Each data replica works on its own slots; weights and prefixes are whole on each."""
+    """Compiled programs. Each data replica works on its own slots; weights and prefixes are whole on each."""
 
     def __init__(
         self, graphdef: nnx.GraphDef, config: ModelConfig, mesh: Mesh, slots: int, columns: int, steps: int, top: int

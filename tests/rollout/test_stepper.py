@@ -3,54 +3,22 @@
 import functools
 import itertools
 
-import jax
 import numpy as np
 import pytest
+from tiny_engine import CONFIG, engine, mesh_of, model, sampler
 
-from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.decoder import Decoder, abstract, split
-from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.rollout.schedule import SampleOptions
 from jaxrl_post.rollout.stepper import Request, StepEngine
 from jaxrl_post.types import StopReason
-from sharding.mesh import make_mesh, resolve_sizes
-from sharding.placement import place, tree_shardings
-from sharding.rules import ROLLOUT
 
-CONFIG = ModelConfig("qwen3", 98, 32, 64, 3, 4, 2, 16, initializer_range=0.3)
-STOPS = (96, 7)
 PROMPTS = [[5, 6, 7, 8], [9], list(range(1, 22)), [60, 61], [33, 34, 35], [71] * 9]
 LIMITS = [10, 3, 7, 10, 1, 10]
-
-
-def mesh_of(devices=1, **axes):
-    return make_mesh(resolve_sizes({"fsdp": 1} | axes, devices), jax.devices()[:devices])
-
-
-@functools.cache
-def model():
-    return split(Decoder(CONFIG, jax.random.key(0)))
-
-
-@functools.cache
-def sampler():
-    return Sampler(model()[0], CONFIG, mesh_of(), STOPS)
 
 
 @functools.cache
 def expected(temperature=1.0, top_p=1.0):
     options = SampleOptions(max_new_tokens=10, temperature=temperature, top_p=top_p)
     return sampler().generate(model()[1], PROMPTS, options, seed=3, step=2, limits=LIMITS).completions
-
-
-@functools.cache
-def engine(devices=1, axes=()):
-    """Of two slots a replica, pieces of 8 tokens, 3 steps a call; and its weights."""
-    mesh = mesh_of(devices, **dict(axes))
-    slots = max(2, devices)
-    made = StepEngine(model()[0], CONFIG, mesh, STOPS, slots=slots, columns=48, steps=3, piece=8, top=5)
-    _, shapes, names = abstract(CONFIG)
-    return made, made.load(place(model()[1], tree_shardings(names, shapes, ROLLOUT, mesh)))
 
 
 def request(i, **kw):
