@@ -107,10 +107,11 @@ def attend_prompt(
 class Step(NamedTuple):
     """What a decode step sees, the same in every layer: the last of `masks` is of the chunk it writes, at `column`.
 
-    row_S: each slot's prompt; prompt_mask_SW; masks: [S, C] for each chunk up to the one written.
+    row_S: each slot's prompt, None where the slots are whole groups in the order of the prompt rows; prompt_mask_SW;
+    masks: [S, C] for each chunk up to the one written.
     """
 
-    row_S: jax.Array
+    row_S: jax.Array | None
     prompt_mask_SW: jax.Array
     masks: tuple[jax.Array, ...]
     column: jax.Array
@@ -120,7 +121,7 @@ def decode_step(
     cache: Caches,
     tier: int,
     clock: jax.Array,
-    row_S: jax.Array,
+    row_S: jax.Array | None,
     length_S: jax.Array,
     sampled_S: jax.Array,
 ) -> Step:
@@ -149,7 +150,8 @@ def attend_cache(
     )
     cache = cache._replace(responses=(*cache.responses[:written], chunk, *cache.responses[written + 1 :]))
     mask = lambda mask_SC: mask_SC[:, None, None]
-    prompt = (of_layer(cache.prompts.k)[step.row_S], of_layer(cache.prompts.v)[step.row_S], mask(step.prompt_mask_SW))
+    k_UKNW, v_UKWN = (of_layer(x) if step.row_S is None else of_layer(x)[step.row_S] for x in cache.prompts)
+    prompt = (k_UKNW, v_UKWN, mask(step.prompt_mask_SW))
     responses = [(of_layer(x.k), of_layer(x.v), mask(m)) for x, m in zip(cache.responses, step.masks, strict=False)]
     attended_SKGN = attend_parts(q_S1HN.reshape(S, K, H // K, N), [prompt, *responses])
     return attended_SKGN.reshape(S, 1, H, N), cache
@@ -164,20 +166,24 @@ def _write(x: jax.Array, new: jax.Array, i: jax.Array | None, column: jax.Array,
 
 
 def attend_parts(q_RKXN: jax.Array, parts: Sequence[tuple[jax.Array, jax.Array, jax.Array]]) -> jax.Array:
-    """softmax(q·k/√N) v with one softmax over all parts (k [R, K, N, C], v [R, K, C, N], mask), in float32.
+    """softmax(q·k/√N) v with one softmax over all parts (k [r, K, N, C], v [r, K, C, N], mask), in float32.
 
-    Every query sees at least one key.
+    Where there are fewer rows of keys than of queries, neighbouring queries share them: one product for the R / r of a
+    row. Every query sees at least one key.
     """
+
+    def product(pattern: str, x_RKXY: jax.Array, keys: jax.Array) -> jax.Array:
+        R, K, X, Y = x_RKXY.shape
+        if len(keys) == R:
+            return jnp.einsum(pattern, x_RKXY, keys, preferred_element_type=jnp.float32)
+        shared = x_RKXY.reshape(len(keys), -1, K, X, Y).swapaxes(1, 2).reshape(len(keys), K, -1, Y)
+        out = jnp.einsum(pattern, shared, keys, preferred_element_type=jnp.float32)
+        return out.reshape(len(keys), K, -1, X, out.shape[-1]).swapaxes(1, 2).reshape(R, K, X, -1)
+
     scale = q_RKXN.shape[-1] ** -0.5
-    score = lambda k: jnp.einsum("rkxn,rknc->rkxc", q_RKXN, k, preferred_element_type=jnp.float32) * scale
-    scores = [jnp.where(mask, score(k), NEGATIVE) for k, _, mask in parts]
-    peak = jnp.stack([s.max(-1, keepdims=True) for s in scores]).max(0)
+    scores = [jnp.where(mask, product("rkxn,rknc->rkxc", q_RKXN, k) * scale, NEGATIVE) for k, _, mask in parts]
+    peak = functools.reduce(jnp.maximum, [s.max(-1, keepdims=True) for s in scores])
     weights = [jnp.exp(s - peak) for s in scores]
-    total = _sum([w.sum(-1, keepdims=True) for w in weights])
-    value = lambda w, v: jnp.einsum("rkxc,rkcn->rkxn", w.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    attended = _sum([value(w, v) for w, (_, v, _) in zip(weights, parts, strict=True)]) / total
-    return attended.astype(q_RKXN.dtype)
-
-
-def _sum(terms: list[jax.Array]) -> jax.Array:
-    return functools.reduce(jnp.add, terms)
+    total = functools.reduce(jnp.add, [w.sum(-1, keepdims=True) for w in weights])
+    values = [product("rkxc,rkcn->rkxn", w.astype(v.dtype), v) for w, (_, v, _) in zip(weights, parts, strict=True)]
+    return (functools.reduce(jnp.add, values) / total).astype(q_RKXN.dtype)

@@ -97,6 +97,7 @@ class Engine:
     def __init__(self, decoder: Decoder, shape: EngineShape, requests: Requests, stop_ids: jax.Array, step: jax.Array):
         self.decoder, self.shape, self.requests, self.stop_ids, self.step = decoder, shape, requests, stop_ids, step
         self.N = requests.ids.shape[0]
+        self.together = shape.slots == self.N
         self.weights = decoder.unrolled() if shape.unrolled else decoder.stacked()
         columns = shape.pieces * shape.piece
         self.tokens_PW = jnp.pad(requests.tokens, ((0, 0), (0, columns - shape.width)))
@@ -152,7 +153,7 @@ class Engine:
 
     def _fill(self, state: State) -> State:
         state = self._refill(state)
-        if self.shape.slots == self.N:
+        if self.together:
             return state
         pending = state.admission.pieces > 0
         more = lambda carry: self._full(carry[0]) | (carry[1] & self._agreed(self._active(carry[0]).any()))
@@ -183,13 +184,21 @@ class Engine:
         return self._admit(state, done)
 
     def _admission(self, state: State) -> Admission:
-        """The first K free slots and the first M prompt rows that no running slot reads; no row beyond the queue."""
-        shape, active_S = self.shape, self._active(state)
-        queued_M = state.queued // shape.group + jnp.arange(shape.prompts_per_refill) < len(self.tokens_PW)
-        read_U = jnp.zeros(shape.prompt_rows, bool).at[state.slots.row].max(active_S)
-        first = lambda free, count: jnp.argsort(~free, stable=True)[:count].astype(jnp.int32)
-        row_M = jnp.where(queued_M, first(~read_U, shape.prompts_per_refill), shape.prompt_rows)
-        return Admission(first(~active_S, shape.refill), row_M, jnp.int32(0), state.admission.last)
+        """K free slots and M prompt rows that no running slot reads; no row for what is beyond the queue.
+
+        With a slot for every request these are the next ones, so that slots stay in the order of the prompts.
+        """
+        shape = self.shape
+        prompt_M = state.queued // shape.group + jnp.arange(shape.prompts_per_refill)
+        if self.together:
+            slot_K, row_M = state.queued + jnp.arange(shape.refill), prompt_M
+        else:
+            active_S = self._active(state)
+            read_U = jnp.zeros(shape.prompt_rows, bool).at[state.slots.row].max(active_S)
+            first = lambda free, count: jnp.argsort(~free, stable=True)[:count].astype(jnp.int32)
+            slot_K, row_M = first(~active_S, shape.refill), first(~read_U, shape.prompts_per_refill)
+        row_M = jnp.where(prompt_M < len(self.tokens_PW), row_M, shape.prompt_rows)
+        return Admission(slot_K, row_M, jnp.int32(0), state.admission.last)
 
     def _admit(self, state: State, now: jax.Array) -> State:
         """Draw the first token of K requests from their prompts' last hidden states, and let them run."""
@@ -217,7 +226,9 @@ class Engine:
         shape, requests, slots = self.shape, self.requests, state.slots
         active_S, known_S = self._active(state), jnp.minimum(slots.request, self.N - 1)
         length_S = requests.lengths[known_S // shape.group]
-        step = caches.decode_step(state.cache, tier, state.clock, slots.row, length_S, slots.sampled)
+        in_order = self.together and len(slots.row) == self.N
+        row_S = None if in_order else slots.row
+        step = caches.decode_step(state.cache, tier, state.clock, row_S, length_S, slots.sampled)
         position_S1 = (length_S + slots.sampled - 1)[:, None]
         attention = functools.partial(caches.attend_cache, step)
         x_S1D, cache = self.decoder.through(self.weights, slots.token[:, None], position_S1, state.cache, attention)

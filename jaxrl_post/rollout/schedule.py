@@ -48,7 +48,7 @@ class EngineShape:
     piece: prompt columns that one prefill runs through the model.
     chunks: response columns of each tier, in all `max_new`; one tier where slots start at different times.
     drain: falling numbers of slots, from `slots`, into which the last sequences are packed; each joins two tiers.
-    prompt_rows: prompts in the cache at once.
+    prompt_rows: prompts in the cache at once; all of them where every request has a slot.
     unrolled: layers one by one in the program, not a scan over them.
     lockstep: all replicas run the same number of steps.
     """
@@ -107,7 +107,7 @@ def engine_shape(
         piece=piece,
         chunks=tiers(options.max_new_tokens) if together else (options.max_new_tokens,),
         drain=halvings(slots),
-        prompt_rows=min(slots, -(-requests // refill) * max(1, refill // group)),
+        prompt_rows=prompts if together else min(slots, -(-requests // refill) * max(1, refill // group)),
         unrolled=jax.default_backend() == "cpu",
         lockstep=options.lockstep,
         features=Features.of(sampling),

@@ -111,7 +111,7 @@ def same(a, b):
         {"chunks": (2, 3, 5)},
         {"drain": (10, 5, 2)},
         {"drain": (10, 6, 3), "chunks": (2, 3, 5)},
-        {"piece": 3, "refill": 4, "prompt_rows": 6},
+        {"piece": 3, "refill": 4},
         {"slots": 4, "refill": 2, "piece": 3, "prompt_rows": 4, "chunks": (10,), "drain": (4, 2)},
         {"slots": 3, "refill": 1, "prompt_rows": 3, "chunks": (10,), "drain": (3,), "unrolled": False},
     ],
