@@ -1,4 +1,4 @@
-"""`python -m launch`: train from a recipe; fetch a model, evaluate, export a run, make training data of its samples.
+"""`python -m launch`: train from a recipe; fetch a model, evaluate, sample, serve, export a run.
 
 Nothing here imports jax: a misspelt key or a call for help is answered at once. Exit codes: 0 done, 2 something in the
 command or the recipe is wrong (one line on standard error says what), 130 interrupted.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ OTHER_USAGES = (
     "python -m launch export RUN_DIR --to DIR",
     "python -m launch pairs RUN_DIR --to DIR",
     "python -m launch evaluate CONFIG|RUN_DIR [section.key=value ...] [--weights RUN_DIR]",
+    "python -m launch sample CONFIG|RUN_DIR [section.key=value ...] --prompt TEXT",
+    "python -m launch serve CONFIG|RUN_DIR [section.key=value ...] [--port 8000]",
 )
 
 
@@ -119,11 +122,73 @@ def _evaluate(words: Sequence[str]) -> None:
     evaluate(source, given.overrides, weights, given.samples, given.train, given.json)
 
 
+def _sample(words: Sequence[str]) -> None:
+    parser = _policy_parser("sample", "Sample from a model or a run: to the terminal, or JSON lines for many prompts.")
+    parser.add_argument("--prompt", metavar="TEXT", action="append", default=[], help="may be given several times")
+    parser.add_argument("--file", metavar="FILE", help='JSON lines, each {"prompt": text} or {"messages": [...]}')
+    parser.add_argument("--samples", type=int, default=1, help="samples of each prompt (1)")
+    parser.add_argument("--max-tokens", type=int, help="new tokens of each sample (rollout.max_new_tokens)")
+    parser.add_argument("--temperature", type=float, help="0 is greedy (rollout.temperature)")
+    parser.add_argument("--stream", action="store_true", help="write the text as it is sampled, with --to too")
+    parser.add_argument("--to", metavar="FILE", help="write JSON lines {prompt, completion, ids, logp, stop} here")
+    given = parser.parse_intermixed_args(words)
+    source, weights = _policy_paths(given)
+    from launch.compile_cache import enable
+    from launch.sample import Asked, sample
+
+    enable()
+    file, to = (Path(path) if path else None for path in (given.file, given.to))
+    asked = Asked(given.prompt, file, given.samples, given.max_tokens, given.temperature, given.stream, to)
+    sample(source, given.overrides, weights, asked)
+
+
+def _serve(words: Sequence[str]) -> None:
+    parser = _policy_parser("serve", "Serve a model or a run over HTTP, as OpenAI's API (extra `serve`).")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 is open to other machines (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes any that is free (8000)")
+    parser.add_argument("--api-key-file", metavar="FILE", help="holds the key clients must give (JAXRL_POST_API_KEY)")
+    parser.add_argument("--name", help="the model's name for clients (that of the recipe or folder)")
+    parser.add_argument("--slots", type=int, default=16, help="samples decoded at once (16)")
+    parser.add_argument("--max-queue", type=int, default=256, help="samples that may wait; more is status 429 (256)")
+    parser.add_argument("--context", type=int, default=2048, help="most tokens of prompt and answer (2048)")
+    parser.add_argument("--steps", type=int, default=4, help="tokens sampled between two looks at the queue (4)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds a request may take (600)")
+    given = parser.parse_intermixed_args(words)
+    source, weights = _policy_paths(given)
+    if importlib.util.find_spec("uvicorn") is None:
+        raise ValueError("serve needs its extra: pip install -e '.[serve]'")
+    from launch.compile_cache import enable
+    from launch.serve import Asked, serve
+
+    enable()
+    key_file = Path(given.api_key_file) if given.api_key_file else None
+    asked = Asked(
+        given.host, given.port, key_file, given.name, given.slots, given.max_queue, given.context, given.steps,
+        given.timeout,
+    )  # fmt: skip
+    serve(source, given.overrides, weights, asked)
+
+
+def _policy_parser(command: str, description: str) -> _Parser:
+    parser = _Parser(prog=f"python -m launch {command}", description=description)
+    parser.add_argument("source", metavar="CONFIG|RUN_DIR", help="a recipe, or the folder of its run")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="as in training")
+    parser.add_argument("--weights", metavar="RUN_DIR", help="take the newest weights of this run (online or offline)")
+    return parser
+
+
+def _policy_paths(given: argparse.Namespace) -> tuple[Path, Path | None]:
+    source = Path(given.source) if Path(given.source).is_dir() else _recipe_path(given.source)
+    return source, Path(given.weights) if given.weights else None
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "fetch": _fetch,
     "export": _export,
     "pairs": _pairs,
     "evaluate": _evaluate,
+    "sample": _sample,
+    "serve": _serve,
 }
 
 
@@ -140,7 +205,7 @@ def _train_arguments(words: Sequence[str]) -> argparse.Namespace:
         usage="\n       ".join([TRAIN_USAGE, *OTHER_USAGES]),
         description="Train from a recipe. An override sets one key of it: optimizer.learning_rate=2e-6.",
         epilog="fetch puts a named model in the local cache; export writes a run as a Hugging Face folder; pairs makes "
-        "preference data of its samples; evaluate measures accuracy and pass@k.",
+        "preference data of its samples; evaluate measures accuracy and pass@k; sample and serve answer prompts.",
     )
     parser.add_argument("config", metavar="CONFIG", help="a YAML recipe, such as configs/quickstart.yaml")
     parser.add_argument(

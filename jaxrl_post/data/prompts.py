@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from jaxrl_post import config
+from jaxrl_post.config_offline import OfflineData
 from jaxrl_post.data.chat_template import Message
 from jaxrl_post.data.jsonl import Row
 from jaxrl_post.data.stream import Stream
@@ -52,7 +53,7 @@ def prepare(
     return kept, Report(len(prompts), len(kept), dropped, data.max_prompt_tokens, min(lengths), max(lengths))
 
 
-def prompt_of(row: Row, tokenizer: Tokenizer, data: config.Data, where: str) -> Prompt:
+def prompt_of(row: Row, tokenizer: Tokenizer, data: config.Data | OfflineData, where: str) -> Prompt:
     """The row tokenised. Raises: ValueError, beginning with `where`."""
     try:
         text = tokenizer.render_chat(_messages(row, data.system_prompt)) if data.chat else _plain_text(row)

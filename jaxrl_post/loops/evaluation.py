@@ -12,14 +12,12 @@ import numpy as np
 
 from jaxrl_post.config import Config
 from jaxrl_post.loops.gather import grade, sample, sample_greedily
-from jaxrl_post.loops.job import Job, build, rollout_params
+from jaxrl_post.loops.job import Job, build
 from jaxrl_post.loops.measures import Metrics
-from jaxrl_post.loops.network import initial_params
-from jaxrl_post.loops.run_folder import newest_params
-from jaxrl_post.models.decoder import Params
+from jaxrl_post.loops.network import rollout_params
+from jaxrl_post.loops.policy import policy_params
 from jaxrl_post.rollout.sampler import Rollout, Sampler
 from jaxrl_post.types import Prompt
-from sharding.placement import placed_shapes
 
 
 def evaluate(
@@ -44,9 +42,9 @@ def evaluate(
             f"data.task.kind={config.data.task.kind} has no held-out prompts: give data.task.held_out_path, or "
             "evaluate the training prompts"
         )
-    params, source = _params(job, weights)
+    params, source = policy_params(job.network, job.config.seed, weights)
     sampler = Sampler(job.network.graphdef, job.network.model, job.network.mesh, job.stop_ids)
-    params = rollout_params(job, params)
+    params = rollout_params(job.network, params)
     say(f"{source}: {len(prompts)} {'training' if train else 'held-out'} prompts of {job.task_name}")
     greedy_P1 = _rewards(job, prompts, sample_greedily(job, sampler, params, prompts))
     say(f"greedy {greedy_P1.mean():.3f}; {config.rollout.samples_per_prompt} samples of each")
@@ -80,15 +78,6 @@ def best_of(rewards_n: np.ndarray, k: int) -> float:
         if i == n - k:
             break
     return expected
-
-
-def _params(job: Job, weights: Path | None) -> tuple[Params, str]:
-    """In the training layout, and what they are called."""
-    if weights is None:
-        return initial_params(job.network, job.config.seed), str(job.network.folder or "a random model")
-    abstract = placed_shapes(job.network.abstract_params, job.network.shardings())
-    params, step = newest_params(weights, abstract)
-    return params, f"{weights}, step {step}"
 
 
 def _rewards(job: Job, prompts: Sequence[Prompt], rollout: Rollout) -> np.ndarray:

@@ -18,12 +18,10 @@ from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_post.loops.network import Network, build_network, check_ids, check_positions
 from jaxrl_post.loops.teachers import Teacher, build_teachers
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.decoder import Params
 from jaxrl_post.models.huggingface import open_checked
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.rewards.reward import Reward
 from jaxrl_post.types import Prompt
-from sharding.placement import reshard
 from sharding.rules import ROLLOUT
 
 log = logging.getLogger(__name__)
@@ -100,18 +98,6 @@ def _setting(config: Config, tokenizer: Tokenizer, model: ModelConfig, prompts: 
         max_tokens=max(len(prompt.ids) for prompt in prompts) + config.rollout.max_new_tokens,
         samples=config.data.prompts_per_step * config.rollout.samples_per_prompt,
     )
-
-
-def rollout_params(job: Job, params: Params) -> Params:
-    """The weights as the sampler reads them: the rollout layout, cast to the compute dtype once and not at each use.
-
-    Where neither layout nor dtype differ these are the training arrays themselves.
-    """
-    network, shardings = job.network, job.network.shardings(ROLLOUT)
-    dtype = network.model.dtype
-    if network.shardings() == shardings and network.model.param_dtype == dtype:
-        return params
-    return reshard(params, shardings, dtype)
 
 
 def _check_stop_ids(job: Job) -> None:

@@ -19,8 +19,8 @@ from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Decoder, Params, abstract, split
 from jaxrl_post.models.huggingface import load_params, read_config
 from sharding.mesh import AXES, make_mesh, resolve_sizes
-from sharding.placement import Tree, tree_shardings
-from sharding.rules import TRAIN, Rules
+from sharding.placement import Tree, reshard, tree_shardings
+from sharding.rules import ROLLOUT, TRAIN, Rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +126,17 @@ def initial_params(network: Network, seed: int) -> Params:
         return decoder
     draw_head = jax.jit(lambda key: scalar_head.init_head(network.model, key), out_shardings=shardings["head"])
     return {"decoder": decoder, "head": draw_head(jax.random.fold_in(jax.random.key(seed), 1))}
+
+
+def rollout_params(network: Network, params: Params) -> Params:
+    """The weights as the sampler reads them: the rollout layout, cast to the compute dtype once and not at each use.
+
+    Where neither layout nor dtype differ these are the training arrays themselves.
+    """
+    shardings, dtype = network.shardings(ROLLOUT), network.model.dtype
+    if network.shardings() == shardings and network.model.param_dtype == dtype:
+        return params
+    return reshard(params, shardings, dtype)
 
 
 def decoder_params(folder: Path | None, model: ModelConfig, seed: int, shardings: Tree) -> Params:

@@ -19,10 +19,10 @@ from jaxrl_post.loops.credit import Credit
 from jaxrl_post.loops.critic import Critic
 from jaxrl_post.loops.gather import Gather, Samples, grade, sample_greedily
 from jaxrl_post.loops.introduction import introduction
-from jaxrl_post.loops.job import Job, build, rollout_params
+from jaxrl_post.loops.job import Job, build
 from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.measures import Metrics, part_metrics, sample_metrics, speed_metrics
-from jaxrl_post.loops.network import initial_params
+from jaxrl_post.loops.network import initial_params, rollout_params
 from jaxrl_post.loops.run_folder import due, last_step, write_config
 from jaxrl_post.loops.taught_advantage import TaughtAdvantages
 from jaxrl_post.loops.teachers import Teachers
@@ -69,7 +69,7 @@ def run(config: Config) -> None:
             writer.write(0, _note(progress, evaluate(job, sampler, state.params)))
             phases.collect()
         for step in range(done + 1, config.steps + 1):
-            params = rollout_params(job, state.params)
+            params = rollout_params(job.network, state.params)
             samples, gathered = gather.next(params, step, phases)
             trajectories, credited = credit.assign(samples, state, params, phases)
             del params  # may be the state's own arrays, which the update is given for good
@@ -103,7 +103,7 @@ def run(config: Config) -> None:
 
 def evaluate(job: Job, sampler: Sampler, params: Params) -> Metrics:
     """Mean reward of one greedy completion for each held-out prompt."""
-    rollout = sample_greedily(job, sampler, rollout_params(job, params), job.held_out)
+    rollout = sample_greedily(job, sampler, rollout_params(job.network, params), job.held_out)
     _, scores = grade(job, job.held_out, rollout)
     parts = part_metrics(job.reward.names, scores.heads_NK, f"val-aux/{job.task_name}")
     means = {f"{name}@1": value for name, value in parts.items() if name.endswith("/mean")}

@@ -1,0 +1,85 @@
+"""`python -m launch serve CONFIG|RUN_DIR`: an OpenAI-compatible server of a model or of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxrl_post.loops.policy import Policy
+from jaxrl_post.rollout.stepper import StepEngine
+from jaxrl_post.serving.openai_api import Served
+from jaxrl_post.serving.protocol import MOST_TOP
+from jaxrl_post.serving.scheduler import Scheduler
+from jaxrl_post.serving.server import application, listen, run
+from launch.policy_source import read_policy
+from sharding.mesh import batch_shards
+
+KEY_VARIABLE = "JAXRL_POST_API_KEY"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What was typed. `seconds`: most time a request may take; `steps`: tokens a call of the engine."""
+
+    host: str
+    port: int
+    key_file: Path | None
+    name: str | None
+    slots: int
+    max_queue: int
+    context: int
+    steps: int
+    seconds: float
+
+
+def serve(source: Path, overrides: Sequence[str], weights: Path | None, asked: Asked) -> None:
+    """Serve until SIGTERM or SIGINT; requests under way are answered first, then exit code 0.
+
+    Raises: ValueError for values that make no server, a port that cannot be had, and as `read_policy`.
+    """
+    for flag, value in (("--slots", asked.slots), ("--context", asked.context - 1), ("--steps", asked.steps)):
+        if value < 1:
+            raise ValueError(f"{flag} is too small: expected {2 if flag == '--context' else 1} or more")
+    key = read_key(asked.key_file)
+    sock = listen(asked.host, asked.port)
+    policy = read_policy(source, overrides, weights)
+    scheduler = make_scheduler(policy, asked)
+    name = asked.name or source.stem
+    app = application(Served(name, policy.tokenizer, _system_prompt(policy), asked.seconds), scheduler, key)
+    if key is None and asked.host not in LOOPBACK:
+        print(f"warning: {asked.host} is open to other machines and no key is asked for", file=sys.stderr)
+    host, port = sock.getsockname()[:2]
+    print(f"{policy.source}: serving {name!r} on http://{host}:{port}/v1", file=sys.stderr, flush=True)
+    # The server raises the signal it ended on again, when all is done: nothing is left to be ended then.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    run(app, sock)
+
+
+def make_scheduler(policy: Policy, asked: Asked) -> Scheduler:
+    network = policy.network
+    shards = batch_shards(network.mesh)
+    engine = StepEngine(
+        network.graphdef, network.model, network.mesh, policy.stop_ids,
+        slots=-(-asked.slots // shards) * shards, columns=min(asked.context, network.model.max_positions),
+        steps=asked.steps, top=MOST_TOP,
+    )  # fmt: skip
+    return Scheduler(engine, engine.load(policy.params), max_queue=asked.max_queue)
+
+
+def read_key(file: Path | None) -> str | None:
+    """From the file, or else the environment. Raises: ValueError for a file without a key."""
+    if file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    key = file.read_text(encoding="utf-8").strip()
+    if not key:
+        raise ValueError(f"--api-key-file {file} is empty")
+    return key
+
+
+def _system_prompt(policy: Policy) -> str | None:
+    return policy.config.data.system_prompt if policy.config.data.chat else None
