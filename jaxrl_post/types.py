@@ -16,7 +16,7 @@ import numpy as np
 class StopReason(enum.IntEnum):
     """Why a completion ended. Truncation is read from here, never from a padded width."""
 
-    STOP = 1  # a stop id was sampled; it is part of the completion
+    STOP = 1  # a stop id was sampled, or a stop string completed; both are part of the completion
     LENGTH = 2  # the request's own token limit was reached
 
 
@@ -46,9 +46,11 @@ class Prompt:
 class Completion:
     """One sampled response.
 
-    `ids` int32 [n] as sampled, the stop id included; `logp` float32 [n] log-probabilities under the distribution that
-    was sampled from (temperature, top-k, top-p); `raw_logp` float32 [n] under softmax(logits); `prompt` is the index
-    of its prompt in the step. Example: ids [7, 8, 2], logp [-0.1, -1.2, -0.3], stop STOP, prompt 0.
+    `ids` int32 [n] as sampled, the stop id or the token that completes a stop string included; `logp` float32 [n]
+    log-probabilities under the distribution that was sampled from (after penalties, temperature, top-k, …); `raw_logp`
+    float32 [n] under softmax(logits); `prompt` is the index of its prompt in the step. `stop_string` is the one that
+    the last id completed. `top_ids` int32 and `top_logp` float32 [n, k] are the k likeliest ids of each place and their
+    raw log-probabilities, where asked for. Example: ids [7, 8, 2], logp [-0.1, -1.2, -0.3], stop STOP, prompt 0.
     """
 
     prompt: int
@@ -56,6 +58,9 @@ class Completion:
     logp: np.ndarray
     raw_logp: np.ndarray
     stop: StopReason
+    stop_string: str | None = None
+    top_ids: np.ndarray | None = None
+    top_logp: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,19 +32,23 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxrl_post.models.decoder import Decoder, Params
 from jaxrl_post.rollout import cache as caches
 from jaxrl_post.rollout.cache import Caches
+from jaxrl_post.rollout.logits import History, extend, no_history, shaped, stopped
 from jaxrl_post.rollout.records import Requests, Samples, no_samples, record
-from jaxrl_post.rollout.sampling import Draw, Sampling, draw, uniforms
+from jaxrl_post.rollout.sampling import Draw, Sampling, draw, likeliest, uniforms
 from jaxrl_post.rollout.schedule import EngineShape
+from jaxrl_post.rollout.stop_strings import Automaton
 from sharding.mesh import BATCH_AXES
 
 
 class Slots(NamedTuple):
-    """[S]: the running request (N = free), its prompt's row in the cache, tokens it has sampled, the last of them."""
+    """[S]: the running request (N = free), its prompt's row in the cache, tokens it has sampled, the last of them; and
+    what penalties and stop strings remember of it."""
 
     request: jax.Array
     row: jax.Array
     sampled: jax.Array
     token: jax.Array
+    history: History
 
 
 class Admission(NamedTuple):
@@ -69,15 +73,16 @@ class State(NamedTuple):
 
 
 def make_rollout(graphdef: nnx.GraphDef, shape: EngineShape, mesh: Mesh) -> Callable[..., Samples]:
-    """Compile-once `rollout(params, requests, stop_ids, step) -> Samples`.
+    """Compile-once `rollout(params, requests, automaton, step) -> Samples`.
 
     params: the training tree, laid out by rules whose weights are whole on every replica. requests: arrays with the
-    leading axis a multiple of the number of replicas. stop_ids: int32 [E]. step: int32, the policy step.
+    leading axis a multiple of the number of replicas. automaton: of the stop strings, None where no request has any.
+    step: int32, the policy step.
     """
     replica, sharded = PartitionSpec(), PartitionSpec(BATCH_AXES)
 
-    def run(params: Params, requests: Requests, stop_ids: jax.Array, step: jax.Array) -> Samples:
-        return Engine(nnx.merge(graphdef, params), shape, requests, stop_ids, step).run()
+    def run(params: Params, requests: Requests, automaton: Automaton | None, step: jax.Array) -> Samples:
+        return Engine(nnx.merge(graphdef, params), shape, requests, automaton, step).run()
 
     return jax.jit(
         jax.shard_map(
@@ -94,8 +99,10 @@ def make_rollout(graphdef: nnx.GraphDef, shape: EngineShape, mesh: Mesh) -> Call
 class Engine:
     """One replica's rollout while it is traced: what no step changes, and the steps as functions of `State`."""
 
-    def __init__(self, decoder: Decoder, shape: EngineShape, requests: Requests, stop_ids: jax.Array, step: jax.Array):
-        self.decoder, self.shape, self.requests, self.stop_ids, self.step = decoder, shape, requests, stop_ids, step
+    def __init__(
+        self, decoder: Decoder, shape: EngineShape, requests: Requests, automaton: Automaton | None, step: jax.Array
+    ):
+        self.decoder, self.shape, self.requests, self.automaton, self.step = decoder, shape, requests, automaton, step
         self.N = requests.ids.shape[0]
         self.together = shape.slots == self.N
         self.weights = decoder.unrolled() if shape.unrolled else decoder.stacked()
@@ -118,14 +125,17 @@ class Engine:
             cache=caches.empty_cache(
                 config, shape.unrolled, shape.prompt_rows, self.tokens_PW.shape[1], shape.slots, shape.chunks
             ),
-            slots=Slots(jnp.full((shape.slots,), self.N, jnp.int32), *(ints(shape.slots) for _ in range(3))),
+            slots=Slots(
+                jnp.full((shape.slots,), self.N, jnp.int32), ints(shape.slots), ints(shape.slots), ints(shape.slots),
+                self._no_history(ints(shape.slots)),
+            ),
             admission=Admission(
                 ints(shape.refill), ints(shape.prompts_per_refill), jnp.int32(0),
                 jnp.zeros((shape.prompts_per_refill, config.hidden_size), config.dtype),
             ),
             queued=jnp.int32(0),
             clock=jnp.int32(0),
-            samples=no_samples(self.N, shape.max_new),
+            samples=no_samples(self.N, shape.max_new, shape.top_logprobs),
         )  # fmt: skip
 
     # Conditions of the loops. In lockstep all replicas go on while any of them would.
@@ -209,11 +219,10 @@ class Engine:
         first_K = jnp.zeros_like(known_K)
         queued_K = now & (request_K < self.N)
         admitted_K = queued_K & (requests.limits[known_K] > 0)
-        drawn = self._draw(self.decoder.logits(admission.last)[source_K], known_K, first_K)
-        samples, done_K = record(state.samples, requests, self.stop_ids, drawn, known_K, first_K, admitted_K)
-        fresh = Slots(
-            jnp.where(admitted_K & ~done_K, request_K, self.N), admission.row[source_K], first_K + 1, drawn.token
-        )
+        logits_KV, history = self.decoder.logits(admission.last)[source_K], self._no_history(known_K)
+        samples, drawn, history, done_K = self._next(state.samples, logits_KV, known_K, first_K, history, admitted_K)
+        request_K = jnp.where(admitted_K & ~done_K, request_K, self.N)
+        fresh = Slots(request_K, admission.row[source_K], first_K + 1, drawn.token, history)
         to_K = jnp.where(queued_K, admission.slot, shape.slots)
         return state._replace(
             slots=jax.tree.map(lambda old_S, new_K: old_S.at[to_K].set(new_K, mode="drop"), state.slots, fresh),
@@ -232,11 +241,15 @@ class Engine:
         position_S1 = (length_S + slots.sampled - 1)[:, None]
         attention = functools.partial(caches.attend_cache, step)
         x_S1D, cache = self.decoder.through(self.weights, slots.token[:, None], position_S1, state.cache, attention)
-        drawn = self._draw(self.decoder.logits(x_S1D[:, 0]), known_S, slots.sampled)
-        samples, done_S = record(state.samples, requests, self.stop_ids, drawn, known_S, slots.sampled, active_S)
+        logits_SV = self.decoder.logits(x_S1D[:, 0])
+        samples, drawn, history, done_S = self._next(
+            state.samples, logits_SV, known_S, slots.sampled, slots.history, active_S
+        )
         return state._replace(
             cache=cache,
-            slots=Slots(jnp.where(done_S, self.N, slots.request), slots.row, slots.sampled + active_S, drawn.token),
+            slots=Slots(
+                jnp.where(done_S, self.N, slots.request), slots.row, slots.sampled + active_S, drawn.token, history
+            ),
             clock=state.clock + 1,
             samples=samples._replace(decode_steps=samples.decode_steps + 1),
         )
@@ -251,8 +264,30 @@ class Engine:
             slots=jax.tree.map(lambda x: x[slot_S], state.slots),
         )
 
-    def _draw(self, logits_XV: jax.Array, request_X: jax.Array, count_X: jax.Array) -> Draw:
-        requests = self.requests
-        options = Sampling(*(x[request_X] for x in requests.options))
+    def _no_history(self, request_X: jax.Array) -> History:
+        prompt_X = request_X // self.shape.group
+        return no_history(
+            self.tokens_PW[prompt_X], self.requests.lengths[prompt_X], self.requests.options, self.shape.features,
+            self.decoder.config.vocab_size, self.shape.max_new,
+        )  # fmt: skip
+
+    def _next(
+        self,
+        samples: Samples,
+        logits_XV: jax.Array,
+        request_X: jax.Array,
+        count_X: jax.Array,
+        history: History,
+        live_X: jax.Array,
+    ) -> tuple[Samples, Draw, History, jax.Array]:
+        """Draw token number `count` of each request and write the live ones down; tell which requests are done."""
+        requests, features = self.requests, self.shape.features
+        options: Sampling = jax.tree.map(lambda x: x[request_X], requests.options)
         uniform_X2 = uniforms(requests.seeds[request_X], self.step, requests.ids[request_X], count_X)
-        return draw(logits_XV, options, uniform_X2, self.shape.features)
+        shaped_XV = shaped(logits_XV, options, history, count_X, features) if features.shapes_logits else None
+        drawn = draw(logits_XV, options, uniform_X2, features, shaped_XV)
+        history, completed_X = extend(history, drawn.token, self.automaton)
+        stopped_X = stopped(options, drawn.token, completed_X, count_X)
+        likely = likeliest(logits_XV, self.shape.top_logprobs) if self.shape.top_logprobs else None
+        samples, done_X = record(samples, requests, drawn, stopped_X, likely, request_X, count_X, live_X)
+        return samples, drawn, history, done_X

@@ -14,7 +14,7 @@ from jaxrl_post.types import StopReason
 class Requests(NamedTuple):
     """What to sample. Per prompt: tokens int32 [P, W] right-padded, lengths int32 [P] ≥ 1. Per request, in prompt
     order: ids int32 [N] (key the draws), seeds uint32 [N], limits int32 [N] new tokens (0 samples nothing), and
-    `options` [N]. The padding of the last refill is the engine's business, not the caller's.
+    `options` [N], stop ids among them. The padding of the last refill is the engine's business, not the caller's.
     """
 
     tokens: Any
@@ -28,7 +28,7 @@ class Requests(NamedTuple):
 class Samples(NamedTuple):
     """What was sampled: tokens int32 [N, R], logp and raw_logp float32 [N, R], lengths int32 [N], stops int32 [N]
     (`StopReason`, 0 for a request with limit 0). Entries at or beyond a length are 0. `decode_steps` and `refills`
-    int32 [1] a replica.
+    int32 [1] a replica. top_ids int32 and top_logp float32 [N, R, n], the n likeliest; None where none are asked for.
     """
 
     tokens: Any
@@ -38,34 +38,41 @@ class Samples(NamedTuple):
     stops: Any
     decode_steps: Any
     refills: Any
+    top_ids: Any
+    top_logp: Any
 
 
-def no_samples(N: int, R: int) -> Samples:
+def no_samples(N: int, R: int, n: int) -> Samples:
     ints, floats = (lambda *size: jnp.zeros(size, jnp.int32)), (lambda *size: jnp.zeros(size, jnp.float32))
-    return Samples(ints(N, R), floats(N, R), floats(N, R), ints(N), ints(N), ints(1), ints(1))
+    likely = (ints(N, R, n), floats(N, R, n)) if n else (None, None)
+    return Samples(ints(N, R), floats(N, R), floats(N, R), ints(N), ints(N), ints(1), ints(1), *likely)
 
 
 def record(
     samples: Samples,
     requests: Requests,
-    stop_ids: jax.Array,
     drawn: Draw,
+    stopped_X: jax.Array,
+    likely: tuple[jax.Array, jax.Array] | None,
     request_X: jax.Array,
     count_X: jax.Array,
     live_X: jax.Array,
 ) -> tuple[Samples, jax.Array]:
-    """Write each live row's token as number `count` of its request; tell which requests are done."""
+    """Write each live row's token as number `count` of its request, the `likely` ids and log-probs [X, n] beside it;
+    tell which requests are done, those whose token stops them among them."""
     N = requests.ids.shape[0]
     to_X = jnp.where(live_X, request_X, N)
-    stopped_X = (drawn.token[:, None] == stop_ids[None, :]).any(axis=-1)
     full_X = count_X + 1 >= requests.limits[request_X]
     reason_X = jnp.where(stopped_X, StopReason.STOP, jnp.where(full_X, StopReason.LENGTH, 0)).astype(jnp.int32)
     put = lambda old, new: old.at[to_X, count_X].set(new, mode="drop")
+    top_ids, top_logp = likely or (None, None)
     recorded = samples._replace(
         tokens=put(samples.tokens, drawn.token),
         logp=put(samples.logp, drawn.logp),
         raw_logp=put(samples.raw_logp, drawn.raw_logp),
         lengths=samples.lengths.at[to_X].set(count_X + 1, mode="drop"),
         stops=samples.stops.at[to_X].set(reason_X, mode="drop"),
+        top_ids=None if top_ids is None else put(samples.top_ids, top_ids),
+        top_logp=None if top_logp is None else put(samples.top_logp, top_logp),
     )
     return recorded, live_X & (stopped_X | full_X)

@@ -16,10 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Params
+from jaxrl_post.rollout.decoding import Decoding, check, check_ids, sampling_arrays
 from jaxrl_post.rollout.engine import make_rollout
 from jaxrl_post.rollout.records import Requests, Samples
-from jaxrl_post.rollout.sampling import Sampling
 from jaxrl_post.rollout.schedule import EngineShape, SampleOptions, cache_memory, engine_shape
+from jaxrl_post.rollout.stop_strings import Automaton, compile_strings, completed_by_last
 from jaxrl_post.types import Completion, StopReason
 from sharding.mesh import BATCH_AXES, batch_shards
 from sharding.placement import place
@@ -39,14 +40,23 @@ class Rollout:
 class Sampler:
     """Samples from parameters it is handed; holds the compiled rollouts, one for each shape, and no weights."""
 
-    def __init__(self, graphdef: nnx.GraphDef, config: ModelConfig, mesh: Mesh, stop_ids: Collection[int]):
-        """`stop_ids` end a completion and are part of it; ids outside the vocabulary are a ValueError."""
-        outside = sorted(i for i in stop_ids if not 0 <= i < config.vocab_size)
-        if outside:
-            raise ValueError(f"stop ids {outside} are outside the vocabulary of {config.vocab_size}")
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        config: ModelConfig,
+        mesh: Mesh,
+        stop_ids: Collection[int],
+        token_bytes: Sequence[bytes] = (),
+    ):
+        """`stop_ids` end a completion and are part of it; ids outside the vocabulary are a ValueError. `token_bytes`,
+        what each id adds to the text, is needed for stop strings alone (`data.token_bytes`)."""
+        check_ids("stop ids", stop_ids, config.vocab_size)
         self._graphdef, self._config, self._mesh = graphdef, config, mesh
         self._memory = cache_memory(mesh.shape["tensor"])
-        self._stop_ids = np.array(sorted(stop_ids), np.int32)
+        self._stop_ids = frozenset(stop_ids)
+        beyond = config.vocab_size - len(token_bytes)
+        self._token_bytes = [*token_bytes[: config.vocab_size], *([b""] * beyond)] if token_bytes else []
+        self._automata: dict[tuple[str, ...], Automaton] = {}
         self._compiled: dict[EngineShape, Callable[..., Samples]] = {}
 
     def generate(
@@ -60,6 +70,7 @@ class Sampler:
         width: int | None = None,
         limits: Sequence[int] | None = None,
         seeds: Sequence[int] | None = None,
+        each: Sequence[Decoding] | None = None,
     ) -> Rollout:
         """Sample `options.samples_per_prompt` completions of every prompt.
 
@@ -70,14 +81,17 @@ class Sampler:
           width: columns for prompts, fixed by a caller that wants one compile; None is the next power of two.
           limits: new tokens allowed to each request (N of them), at most `max_new_tokens`; None gives all that.
           seeds: a seed for each request (N of them) instead of `seed`.
+          each: how each request is decoded (N of them) instead of what `options` says for all.
 
-        Raises: ValueError for an empty prompt, one longer than `width`, more positions than the model has, and
-        log-probs that are not finite.
+        Raises: ValueError for an empty prompt, one longer than `width`, more positions than the model has, options out
+        of range, stop strings without `token_bytes`, and log-probs that are not finite.
         """
         if not prompts or options.max_new_tokens == 0:
             return self._nothing(len(prompts) * options.samples_per_prompt, options)
         width = self._checked_width(prompts, options, width)
-        requests = self._requests(prompts, options, width, seed, limits, seeds)
+        strings = self._checked_strings(each or [options])
+        options = dataclasses.replace(options, top_logprobs=max(d.top_logprobs for d in each or [options]))
+        requests = self._requests(prompts, options, width, seed, limits, seeds, each)
         prompts_each = len(requests.lengths) // batch_shards(self._mesh)
         shape = engine_shape(prompts_each, options, width, requests.options, self._config, self._memory)
         if shape not in self._compiled:
@@ -86,9 +100,11 @@ class Sampler:
         sharded = NamedSharding(self._mesh, PartitionSpec(BATCH_AXES))
         whole = NamedSharding(self._mesh, PartitionSpec())
         placed = place(requests, jax.tree.map(lambda _: sharded, requests))
-        stop_ids, step_array = place((self._stop_ids, np.int32(step)), (whole, whole))
-        samples = jax.device_get(self._compiled[shape](params, placed, stop_ids, step_array))
-        rollout = _completions(samples, len(prompts), options.samples_per_prompt)
+        automaton = self._automata[strings] if strings else None
+        automaton, step_array = place((automaton, np.int32(step)), jax.tree.map(lambda _: whole, (automaton, step)))
+        samples = jax.device_get(self._compiled[shape](params, placed, automaton, step_array))
+        decoding = each or [options] * (len(prompts) * options.samples_per_prompt)
+        rollout = self._completions(samples, decoding, options.samples_per_prompt)
         if not all(np.isfinite([c.logp, c.raw_logp]).all() for c in rollout.completions):
             raise ValueError(
                 f"the model's log-probs at step {step} are not finite: its weights are not, or training diverged; "
@@ -127,6 +143,7 @@ class Sampler:
         seed: int,
         limits: Sequence[int] | None,
         seeds: Sequence[int] | None,
+        each: Sequence[Decoding] | None = None,
     ) -> Requests:
         """Padded with prompts that ask for no token until every replica has equally many."""
         P, G = len(prompts), options.samples_per_prompt
@@ -140,21 +157,44 @@ class Sampler:
             raise ValueError(f"limits must lie in 0…max_new_tokens={options.max_new_tokens}")
         if seeds is not None:
             all_seeds[: P * G] = seeds
-        full = lambda value, dtype: np.full(padded * G, value, dtype)
-        sampling = Sampling(
-            full(options.temperature, np.float32), full(options.top_k, np.int32), full(options.top_p, np.float32)
-        )
+        decoding = [*(each or [options] * (P * G)), *([Decoding()] * ((padded - P) * G))]
+        if len(decoding) != padded * G:
+            raise ValueError(f"each has {len(each or ())} options for {P * G} requests")
+        sampling = sampling_arrays(decoding, self._stop_ids, _strings(decoding))
         return Requests(tokens, lengths, np.arange(padded * G, dtype=np.int32), all_seeds, all_limits, sampling)
 
+    def _checked_strings(self, decoding: Sequence[Decoding]) -> tuple[str, ...]:
+        """The stop strings of all requests; their automaton is made when they are new."""
+        for options in set(decoding):
+            check(options, self._config.vocab_size)
+        strings = _strings(decoding)
+        if strings and not self._token_bytes:
+            raise ValueError(f"stop strings {list(strings)} need the bytes of the tokens: make the Sampler with them")
+        if strings and strings not in self._automata:
+            self._automata[strings] = compile_strings(strings, self._token_bytes)
+        return strings
 
-def _completions(samples: Samples, prompts: int, group: int) -> Rollout:
-    def cut(i: int) -> Completion:
-        n = int(samples.lengths[i])
-        reason = StopReason(int(samples.stops[i])) if samples.stops[i] else StopReason.LENGTH
-        return Completion(i // group, samples.tokens[i, :n], samples.logp[i, :n], samples.raw_logp[i, :n], reason)
+    def _completions(self, samples: Samples, decoding: Sequence[Decoding], group: int) -> Rollout:
+        def cut(i: int, options: Decoding) -> Completion:
+            n = int(samples.lengths[i])
+            ids, reason = samples.tokens[i, :n], StopReason(int(samples.stops[i]) or StopReason.LENGTH)
+            by_string = reason is StopReason.STOP and options.stop
+            return Completion(
+                i // group,
+                ids,
+                samples.logp[i, :n],
+                samples.raw_logp[i, :n],
+                reason,
+                completed_by_last(options.stop, [self._token_bytes[t] for t in ids]) if by_string else None,
+                *((x[i, :n, : options.top_logprobs]) for x in (samples.top_ids, samples.top_logp) if x is not None),
+            )
 
-    return Rollout(
-        [cut(i) for i in range(prompts * group)],
-        tuple(int(n) for n in samples.decode_steps),
-        tuple(int(n) for n in samples.refills),
-    )
+        return Rollout(
+            [cut(i, options) for i, options in enumerate(decoding)],
+            tuple(int(n) for n in samples.decode_steps),
+            tuple(int(n) for n in samples.refills),
+        )
+
+
+def _strings(decoding: Sequence[Decoding]) -> tuple[str, ...]:
+    return tuple(sorted({string for options in set(decoding) for string in options.stop}))

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.rollout.decoding import Decoding
 from jaxrl_post.rollout.sampling import Features, Sampling
 
 PIECE = 512  # prompt columns of one prefill
@@ -25,14 +26,12 @@ PACKING = 1.5  # packing into half of the slots holds both caches
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleOptions:
-    """What to sample. The last four change the speed and nothing else; `slots` and `refill` are of a data replica."""
+class SampleOptions(Decoding):
+    """What to sample, all requests alike. The last four change the speed and nothing else; `slots` and `refill` are of
+    a data replica."""
 
     samples_per_prompt: int = 1
     max_new_tokens: int = 64
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
     slots: int | None = None
     refill: int | None = None
     prefill_columns: int = PIECE
@@ -51,6 +50,7 @@ class EngineShape:
     prompt_rows: prompts in the cache at once; all of them where every request has a slot.
     unrolled: layers one by one in the program, not a scan over them.
     lockstep: all replicas run the same number of steps.
+    features, top_logprobs: what the draw does beyond the plain one; likeliest tokens recorded with each sampled one.
     """
 
     slots: int
@@ -65,6 +65,7 @@ class EngineShape:
     unrolled: bool
     lockstep: bool
     features: Features
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         if self.refill > self.slots:
@@ -111,6 +112,7 @@ def engine_shape(
         unrolled=jax.default_backend() == "cpu",
         lockstep=options.lockstep,
         features=Features.of(sampling),
+        top_logprobs=options.top_logprobs,
     )
 
 

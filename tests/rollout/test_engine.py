@@ -196,7 +196,7 @@ def test_collectives_of_the_decode_loop_stay_inside_a_tensor_group():
     mesh = mesh_of(8, **dict(axes))
     requests = who._requests(PROMPTS, SampleOptions(samples_per_prompt=2, max_new_tokens=10), 8, 0, None, None)
     params = place(model()[1], tree_shardings(abstract(CONFIG)[2], abstract(CONFIG)[1], ROLLOUT, mesh))
-    text = program.lower(params, requests, np.array([96], np.int32), np.int32(0)).compile().as_text()
+    text = program.lower(params, requests, None, np.int32(0)).compile().as_text()
     assert "collective-permute" not in text
     assert "all-to-all" not in text
     groups = set(re.findall(r"all-(?:reduce|gather)[^\n]*?replica_groups=(\S+?),(?: |$)", text))
