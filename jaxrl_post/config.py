@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from jaxrl_post.config_algorithms import GRPO, PolicyAlgorithm, PolicyMethod
+from jaxrl_post.config_algorithms import GPG, GRPO, PolicyAlgorithm, PolicyGradient, PolicyMethod
 from jaxrl_post.config_base import Count, NonNegative, Section, default_kind
 from jaxrl_post.config_distillation import Distillation
 from jaxrl_post.config_model import Model as Model
@@ -113,6 +113,19 @@ class Data(Section):
     system_prompt: str | None = None
 
 
+class PartialRollout(Section):
+    """A rollout that stops before its longest samples have finished; these go on in the next step's rollout, under its
+    weights. A group is trained on when all of its samples have finished; until then it takes the place of a new prompt,
+    so that `data.prompts_per_step` groups are always under way."""
+
+    finish_fraction: float = Field(default=0.8, gt=0.0, le=1.0)
+    """Stop when this share of what a rollout samples has finished on each data replica, and a whole group there."""
+    of: Literal["samples", "groups"] = "samples"
+    """What the share is of: samples, or groups with all of their samples, which stops later and trains on more."""
+    max_age: PositiveInt = 3
+    """Policy versions a sample may span beyond its first: one begun so many steps ago is finished before the stop."""
+
+
 class Rollout(Section):
     samples_per_prompt: PositiveInt = 8
     max_new_tokens: PositiveInt = 64
@@ -132,6 +145,8 @@ class Rollout(Section):
     """Tokens of a prompt that one prefill runs through the model; a longer prompt takes several."""
     lockstep: bool = False
     """All data replicas run the same number of decode steps, for backends where each cannot go at its own pace."""
+    partial: PartialRollout | None = None
+    """Let a rollout stop early and its unfinished samples go on in the next step; null samples all of them in full."""
 
 
 Algorithm = Annotated[PolicyAlgorithm | PPO | Distillation, Field(discriminator="kind"), default_kind("grpo")]
@@ -240,6 +255,11 @@ class Config(Section):
             raise ValueError(
                 f"rollout.top_k={self.rollout.top_k}, rollout.top_p={self.rollout.top_p} cut the distribution sampled "
                 "from, so its log-probs are not the policy's: set algorithm.old_logprobs=trainer"
+            )
+        if self.rollout.partial and isinstance(self.algorithm, PolicyGradient | GPG) and not self.algorithm.correction:
+            raise ValueError(
+                f"rollout.partial trains on tokens of earlier policies, and algorithm.kind={self.algorithm.kind} takes "
+                "all as the policy's own: give it an algorithm.correction (token_tis), or a kind with a ratio (grpo)"
             )
         if self.rollout.temperature == 0:
             raise ValueError("rollout.temperature=0 samples greedily, every group is alike: give a value above 0")

@@ -18,6 +18,7 @@ class StopReason(enum.IntEnum):
 
     STOP = 1  # a stop id was sampled, or a stop string completed; both are part of the completion
     LENGTH = 2  # the request's own token limit was reached
+    UNFINISHED = 3  # the rollout stopped first; a later one goes on with the sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Completion:
     log-probabilities under the distribution that was sampled from (after penalties, temperature, top-k, …); `raw_logp`
     float32 [n] under softmax(logits); `prompt` is the index of its prompt in the step. `stop_string` is the one that
     the last id completed. `top_ids` int32 and `top_logp` float32 [n, k] are the k likeliest ids of each place and their
-    raw log-probabilities, where asked for. Example: ids [7, 8, 2], logp [-0.1, -1.2, -0.3], stop STOP, prompt 0.
+    raw log-probabilities, where asked for. `versions` int32 [n] is the policy step in which each token was sampled, of
+    rollouts that may stop early. Example: ids [7, 8, 2], logp [-0.1, -1.2, -0.3], stop STOP, prompt 0.
     """
 
     prompt: int
@@ -61,6 +63,7 @@ class Completion:
     stop_string: str | None = None
     top_ids: np.ndarray | None = None
     top_logp: np.ndarray | None = None
+    versions: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)

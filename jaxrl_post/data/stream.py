@@ -34,15 +34,15 @@ class Stream(Generic[Item]):
         source = grain.MapDataset.source(items).seed(seed)
         endless = (source.shuffle() if shuffle else source).repeat()
         in_process = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        self._batches = iter(endless.to_iter_dataset(in_process).batch(batch, batch_fn=list))
+        self._items, self._batch = iter(endless.to_iter_dataset(in_process)), batch
 
-    def next(self) -> list[Item]:
-        """The next `batch` items."""
-        return next(self._batches)
+    def next(self, count: int | None = None) -> list[Item]:
+        """The next `count` items; a batch for None."""
+        return [next(self._items) for _ in range(self._batch if count is None else count)]
 
     def state(self) -> dict[str, Any]:
         """The position after the batches handed out so far, for JSON."""
-        return {"order": self._order, "position": self._batches.get_state()}
+        return {"order": self._order, "position": self._items.get_state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes to a saved position; the batch size may have changed. Raises ValueError if the order would differ."""
@@ -51,7 +51,7 @@ class Stream(Generic[Item]):
                 "the saved data position belongs to other prompts, another seed or another data.shuffle, so prompts "
                 "would be repeated or missed: restore those settings, or start anew with another run_dir"
             )
-        self._batches.set_state(state["position"])
+        self._items.set_state(state["position"])
 
 
 def _fingerprint(items: Sequence[Tokenised], seed: int, shuffle: bool) -> str:

@@ -20,7 +20,8 @@ from jaxrl_post.config_algorithms import DAPO, GPG, GRPO, Overlong, PolicyMethod
 from jaxrl_post.config_distillation import Distillation
 from jaxrl_post.config_ppo import PPO
 from jaxrl_post.loops.critic import Critic
-from jaxrl_post.loops.gather import Samples, grade, sample_greedily
+from jaxrl_post.loops.gather import grade, sample_greedily
+from jaxrl_post.loops.groups import Samples
 from jaxrl_post.loops.job import Job
 from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.measures import Metrics

@@ -1,12 +1,10 @@
 """A step's samples: prompts from the stream, completions, rewards; and dynamic sampling, which refills a step.
 
-P prompts a step, G samples each, N = P·G; K heads of a weighted reward, else 1. Records hold whole groups, G samples
-for each prompt, in prompt order.
+P prompts a step, G samples each, N = P·G.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -15,89 +13,73 @@ import numpy as np
 
 from jaxrl_post.config_algorithms import FilterGroups
 from jaxrl_post.data.prompts import PromptStream
+from jaxrl_post.loops.flights import Flights
+from jaxrl_post.loops.groups import Group, Samples, assembled, group_from_json, group_to_json, ungraded
 from jaxrl_post.loops.job import Job
 from jaxrl_post.loops.measures import Metrics
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.observe.progress import Phases
 from jaxrl_post.rewards.reward import Scores
+from jaxrl_post.rollout.partial import Partial
 from jaxrl_post.rollout.sampler import Rollout, SampleOptions, Sampler
-from jaxrl_post.types import Completion, Prompt, Response, StopReason
+from jaxrl_post.types import Prompt, Response
+from sharding.mesh import batch_shards
 
 log = logging.getLogger(__name__)
 
 SEED_STRIDE = 0x9E3779B9  # golden ratio of 2**32: seeds of a step's further attempts lie far apart
 
 
-@dataclasses.dataclass(frozen=True)
-class Samples:
-    """Graded groups: `texts` [N] and `scores` follow `rollout.completions`.
-
-    `has_signal_P` False marks a group that only fills the step up and is not trained on.
-    """
-
-    prompts: list[Prompt]
-    rollout: Rollout
-    texts: list[str]
-    scores: Scores
-    has_signal_P: np.ndarray
-
-    @property
-    def rewards_N(self) -> np.ndarray:
-        """float64, the totals."""
-        return self.scores.total_N
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """One prompt's completions, [G] each."""
-
-    prompt: Prompt
-    completions: list[Completion]
-    texts: list[str]
-    scores: Scores
-
-    def has_signal(self, weights: Sequence[float], by_heads: bool) -> bool:
-        """Whether totals differ; `by_heads` whether the scores of any head with a weight do, missing ones aside."""
-        if not by_heads:
-            return bool(np.ptp(self.scores.total_N) > 0)
-        counted_GK = self.scores.heads_NK[:, np.array(weights) != 0]
-        return any(np.ptp(head[~np.isnan(head)]) > 0 for head in counted_GK.T if not np.isnan(head).all())
-
-
 class Gather:
-    """Draws a step's samples. Without `filter_groups` that is one batch of prompts and all of their groups.
+    """Draws a step's samples: one batch of prompts and all of their groups, or what is wanted of these.
 
-    With it (DAPO, arXiv:2503.14476) groups whose rewards are all equal (for a method that compares the heads of a
-    weighted reward, those of every head) are dropped and further batches sampled, up to `max_attempts` more, until the
-    step has its P groups. Groups beyond P open the next step, with the log-probs they were sampled with; `state` holds
-    them. When attempts run out the newest dropped groups fill the step, so that its size never changes; they are marked
-    and have no weight.
+    With `filter_groups` (DAPO, arXiv:2503.14476) groups whose rewards are all equal (for a method that compares the
+    heads of a weighted reward, those of every head) are dropped and further batches sampled, up to `max_attempts` more,
+    until the step has its P groups. Groups beyond P open the next step, with the log-probs they were sampled with. When
+    attempts run out the newest dropped groups fill the step, so that its size never changes; they are marked and have
+    no weight.
+
+    With partial rollouts a batch is the groups that are whole after it, those under way before it among them. The
+    others fill a step that would be short; they have no rewards either. `state` holds all that is carried.
     """
 
     def __init__(self, job: Job, sampler: Sampler, stream: PromptStream):
         self._job, self._sampler, self._stream = job, sampler, stream
         self._filter: FilterGroups | None = job.config.algorithm.filter_groups
         self._carried: list[Group] = []
+        rollout, data = job.config.rollout, job.config.data
+        replicas = batch_shards(job.network.mesh)
+        self._flights = (
+            Flights(rollout.partial, data.prompts_per_step, rollout.samples_per_prompt, replicas)
+            if rollout.partial
+            else None
+        )
 
     def next(self, params: Params, step: int, phases: Phases) -> tuple[Samples, Metrics]:
         """The samples of `step`, drawn from `params` (rollout layout), and `training/filter_groups/*`."""
         draws = [self._draw(params, step, 0, phases)]
-        if self._filter is None:
+        if self._filter is None and self._flights is None:
             return draws[0], {}
+        wanted, attempts = self._job.config.data.prompts_per_step, self._filter.max_attempts if self._filter else 0
         kept, dropped = self._sorted(self._carried, [], draws[0])
-        wanted = len(draws[0].prompts)
-        while len(kept) < wanted and len(draws) <= self._filter.max_attempts:
+        while len(kept) < wanted and len(draws) <= attempts:
             draws.append(self._draw(params, step, len(draws), phases))
             kept, dropped = self._sorted(kept, dropped, draws[-1])
         trained, self._carried = kept[:wanted], kept[wanted:]
-        fill = dropped[len(dropped) - (wanted - len(trained)) :]
-        samples = _assembled(trained, fill, [draw.rollout for draw in draws])
-        return samples, self._metrics(draws=len(draws), evicted=len(dropped), filling=len(fill))
+        fill = dropped[max(len(dropped) - (wanted - len(trained)), 0) :]
+        fill += self._unfinished(wanted - len(trained) - len(fill))
+        groups = [*trained, *fill]
+        order = spread(len(trained), len(fill)) if self._flights else list(range(wanted))
+        has_signal_P = np.array(order) < len(trained)
+        samples = assembled([groups[i] for i in order], has_signal_P, [draw.rollout for draw in draws])
+        return samples, self._metrics(trained, step, draws=len(draws), evicted=len(dropped), filling=len(fill))
 
     def state(self) -> dict[str, Any]:
         """Position in the prompts and the groups carried over, for JSON."""
         prompts = self._job.train_prompts
-        return {"data": self._stream.state(), "carried": [_to_json(group, prompts) for group in self._carried]}
+        carried = [group_to_json(group, prompts) for group in self._carried]
+        flights = {"under_way": self._flights.state(prompts)} if self._flights else {}
+        return {"data": self._stream.state(), "carried": carried} | flights
 
     def restore(self, state: dict[str, Any]) -> None:
         """Carried groups that the config has no place for any more are dropped with a warning.
@@ -105,31 +87,50 @@ class Gather:
         Raises: ValueError as `PromptStream.restore`.
         """
         self._stream.restore(state["data"])
-        saved = [_from_json(group, self._job.train_prompts) for group in state.get("carried", [])]
+        saved = [group_from_json(group, self._job.train_prompts) for group in state.get("carried", [])]
         size = self._job.config.rollout.samples_per_prompt if self._filter else 0
         shape = (size, len(self._job.reward.weights))
         self._carried = [group for group in saved if group.scores.heads_NK.shape == shape]
         if len(self._carried) < len(saved):
             log.warning("dropping %d carried groups: the config changed", len(saved) - len(self._carried))
+        under_way = state.get("under_way", [])
+        if self._flights:
+            self._flights.restore(under_way, self._job.train_prompts, self._job.config.rollout.max_new_tokens)
+        elif under_way:
+            log.warning("dropping %d groups under way: rollout.partial is null now", len(under_way))
 
     def _draw(self, params: Params, step: int, attempt: int, phases: Phases) -> Samples:
-        prompts = self._stream.next()
         with phases("gen"):
-            rollout = sample(self._job, self._sampler, params, prompts, step, attempt)
+            prompts, rollout = self._rollout(params, step, attempt)
         with phases("reward"):
             texts, scores = grade(self._job, prompts, rollout)
         return Samples(prompts, rollout, texts, scores, np.ones(len(prompts), bool))
 
+    def _rollout(self, params: Params, step: int, attempt: int) -> tuple[list[Prompt], Rollout]:
+        """Whole groups."""
+        if self._flights is None:
+            prompts = self._stream.next()
+            return prompts, sample(self._job, self._sampler, params, prompts, step, attempt)
+        prompts, partial = self._flights.board(self._stream, draw_seed(self._job, attempt), step)
+        return self._flights.land(sample(self._job, self._sampler, params, prompts, step, attempt, partial))
+
     def _sorted(self, kept: list[Group], dropped: list[Group], drawn: Samples) -> tuple[list[Group], list[Group]]:
         """Both lists with the drawn groups at the end of the one they belong to."""
         weights, by_heads = self._job.reward.weights, self._job.config.algorithm.compares_heads
-        useful = [(group, group.has_signal(weights, by_heads)) for group in _groups(drawn)]
+        useful = [(group, self._filter is None or group.has_signal(weights, by_heads)) for group in drawn.groups()]
         return [*kept, *(g for g, yes in useful if yes)], [*dropped, *(g for g, yes in useful if not yes)]
 
-    def _metrics(self, draws: int, evicted: int, filling: int) -> Metrics:
-        """Counts of samples, but for the batches drawn."""
+    def _unfinished(self, count: int) -> list[Group]:
+        waiting = self._flights.waiting[:count] if self._flights else []
+        return [ungraded(flight.prompt, flight.completions, len(self._job.reward.weights)) for flight in waiting]
+
+    def _metrics(self, trained: Sequence[Group], step: int, draws: int, evicted: int, filling: int) -> Metrics:
+        """Counts of samples, but for the batches drawn; and how old they are."""
+        ages = self._flights.metrics([c for group in trained for c in group.completions], step) if self._flights else {}
+        if self._filter is None:
+            return ages
         G = self._job.config.rollout.samples_per_prompt
-        return {
+        return ages | {
             "training/filter_groups/batches": float(draws),
             "training/filter_groups/evicted_samples": float(evicted * G),
             "training/filter_groups/missing_samples": float(filling * G),
@@ -137,10 +138,26 @@ class Gather:
         }
 
 
+def spread(trained: int, filling: int) -> list[int]:
+    """0 … trained-1 evenly among the others, so that mini-batches, which are runs of groups, get equal shares."""
+    share = [*((i + 0.5) / trained for i in range(trained)), *((i + 0.5) / filling for i in range(filling))]
+    return sorted(range(len(share)), key=share.__getitem__)
+
+
+def draw_seed(job: Job, attempt: int) -> int:
+    return (job.config.seed + attempt * SEED_STRIDE) % 2**32
+
+
 def sample(
-    job: Job, sampler: Sampler, params: Params, prompts: Sequence[Prompt], step: int, attempt: int = 0
+    job: Job,
+    sampler: Sampler,
+    params: Params,
+    prompts: Sequence[Prompt],
+    step: int,
+    attempt: int = 0,
+    partial: Partial | None = None,
 ) -> Rollout:
-    """G completions of every prompt, drawn with the noise of this step and attempt."""
+    """G completions of every prompt, drawn with the noise of this step and attempt, or as `partial` says."""
     options = job.config.rollout
     asked = SampleOptions(
         samples_per_prompt=options.samples_per_prompt,
@@ -154,8 +171,8 @@ def sample(
         lockstep=options.lockstep,
     )
     ids = [prompt.ids for prompt in prompts]
-    seed = (job.config.seed + attempt * SEED_STRIDE) % 2**32
-    return sampler.generate(params, ids, asked, seed=seed, step=step, width=job.prompt_width)
+    seed = draw_seed(job, attempt)
+    return sampler.generate(params, ids, asked, seed=seed, step=step, width=job.prompt_width, partial=partial)
 
 
 def sample_greedily(job: Job, sampler: Sampler, params: Params, prompts: Sequence[Prompt]) -> Rollout:
@@ -175,57 +192,3 @@ def grade(job: Job, prompts: Sequence[Prompt], rollout: Rollout) -> tuple[list[s
     """The completions as text, and their scores."""
     responses = [Response(prompts[c.prompt], job.tokenizer.decode(c.ids), c.ids) for c in rollout.completions]
     return [response.text for response in responses], job.reward(responses)
-
-
-def _groups(samples: Samples) -> list[Group]:
-    G = len(samples.texts) // len(samples.prompts)
-    parts = [slice(i * G, (i + 1) * G) for i in range(len(samples.prompts))]
-    completions, texts, scores = samples.rollout.completions, samples.texts, samples.scores
-    return [
-        Group(prompt, completions[part], texts[part], Scores(*(x[part] for x in scores)))
-        for prompt, part in zip(samples.prompts, parts, strict=True)
-    ]
-
-
-def _assembled(trained: list[Group], fill: list[Group], draws: Sequence[Rollout]) -> Samples:
-    """A step of groups, numbered anew; what each replica did in all draws is added up."""
-    groups = [*trained, *fill]
-    completions = [dataclasses.replace(c, prompt=i) for i, group in enumerate(groups) for c in group.completions]
-    steps = tuple(np.sum([draw.decode_steps for draw in draws], axis=0).tolist())
-    refills = tuple(np.sum([draw.refills for draw in draws], axis=0).tolist())
-    return Samples(
-        [group.prompt for group in groups],
-        Rollout(completions, steps, refills),
-        [text for group in groups for text in group.texts],
-        Scores(*(np.concatenate(parts) for parts in zip(*(group.scores for group in groups), strict=True))),
-        np.arange(len(groups)) < len(trained),
-    )
-
-
-def _to_json(group: Group, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """The prompt by its number, a missing score as null; a float32 survives JSON exactly."""
-    return {
-        "prompt": prompts.index(group.prompt),
-        "texts": group.texts,
-        "rewards": group.scores.total_N.tolist(),
-        "heads": [[None if np.isnan(x) else x for x in row] for row in group.scores.heads_NK.tolist()],
-        "completions": [
-            {"ids": c.ids.tolist(), "logp": c.logp.tolist(), "raw_logp": c.raw_logp.tolist(), "stop": c.stop.name}
-            for c in group.completions
-        ],
-    }
-
-
-def _from_json(saved: dict[str, Any], prompts: Sequence[Prompt]) -> Group:
-    completions = [
-        Completion(
-            0,
-            np.array(c["ids"], np.int32),
-            np.array(c["logp"], np.float32),
-            np.array(c["raw_logp"], np.float32),
-            StopReason[c["stop"]],
-        )
-        for c in saved["completions"]
-    ]
-    scores = Scores(np.array(saved["rewards"], np.float64), np.array(saved["heads"], np.float64))
-    return Group(prompts[saved["prompt"]], completions, saved["texts"], scores)

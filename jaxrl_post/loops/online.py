@@ -17,7 +17,8 @@ from jaxrl_post.config_ppo import PPO
 from jaxrl_post.data.prompts import PromptStream
 from jaxrl_post.loops.credit import Credit
 from jaxrl_post.loops.critic import Critic
-from jaxrl_post.loops.gather import Gather, Samples, grade, sample_greedily
+from jaxrl_post.loops.gather import Gather, grade, sample_greedily
+from jaxrl_post.loops.groups import Samples
 from jaxrl_post.loops.introduction import introduction
 from jaxrl_post.loops.job import Job, build
 from jaxrl_post.loops.learner import Learner
@@ -76,7 +77,8 @@ def run(config: Config) -> None:
             state, learned = learner.learn(state, trajectories, phases)
             learned |= critic.learn(trajectories, phases) if critic else {}
 
-            advantages_N = np.array([np.mean(t.advantage) for t in trajectories])
+            advantages_N = np.array([np.mean(t.advantage) for t in trajectories])[samples.graded_N]
+            samples = samples.graded()
             metrics = {"training/global_step": step, **learned}
             metrics |= sample_metrics(
                 samples.prompts, samples.rollout, samples.rewards_N, advantages_N, job.prompt_width
@@ -173,4 +175,4 @@ def _dump(samples: Samples, names: Sequence[str], advantages_N: np.ndarray) -> I
             "ids": c.ids.tolist(),
             "logp": c.logp.tolist(),
             "row": prompt.row,
-        }
+        } | ({} if c.versions is None else {"versions": c.versions.tolist()})

@@ -31,11 +31,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl_post.models.decoder import Decoder, Params
 from jaxrl_post.rollout import cache as caches
+from jaxrl_post.rollout import partial
 from jaxrl_post.rollout.cache import Caches
 from jaxrl_post.rollout.logits import History, extend, no_history, shaped, stopped
 from jaxrl_post.rollout.records import Requests, Samples, no_samples, record
 from jaxrl_post.rollout.sampling import Draw, Sampling, draw, likeliest, uniforms
-from jaxrl_post.rollout.schedule import EngineShape
+from jaxrl_post.rollout.schedule import PREFILL_TOKENS, EngineShape
 from jaxrl_post.rollout.stop_strings import Automaton
 from sharding.mesh import BATCH_AXES
 
@@ -135,7 +136,7 @@ class Engine:
             ),
             queued=jnp.int32(0),
             clock=jnp.int32(0),
-            samples=no_samples(self.N, shape.max_new, shape.top_logprobs),
+            samples=no_samples(self.N, shape.max_new, shape.top_logprobs, self.requests.partial),
         )  # fmt: skip
 
     # Conditions of the loops. In lockstep all replicas go on while any of them would.
@@ -146,18 +147,26 @@ class Engine:
     def _active(self, state: State) -> jax.Array:
         return state.slots.request < self.N
 
+    def _open(self, state: State) -> jax.Array:
+        """Whether there is more to do for this replica, were any of its requests left."""
+        begun, requests, shape = self.requests.partial, self.requests, self.shape
+        if begun is None or shape.partial is None:
+            return jnp.bool(True)
+        return ~partial.enough(begun, shape.partial, shape.group, requests.limits, state.samples.stops)
+
     def _waiting(self, state: State) -> jax.Array:
-        return self._agreed(state.queued < self.N)
+        return self._agreed((state.queued < self.N) & self._open(state))
 
     def _running(self, enough: int, end: int, state: State) -> jax.Array:
         """More than `enough` sequences run, and the clock has not come to the tier's last column."""
-        more = self._agreed(self._active(state).sum() > enough)
+        more = self._agreed((self._active(state).sum() > enough) & self._open(state))
         return more if end == self.shape.max_new else more & (state.clock < end)
 
     def _full(self, state: State) -> jax.Array:
         """Requests wait and fewer than K slots are free."""
         active_S = self._active(state)
-        return self._agreed((state.queued < self.N) & ((~active_S).sum() < self.shape.refill))
+        full = (state.queued < self.N) & ((~active_S).sum() < self.shape.refill)
+        return self._agreed(full & self._open(state))
 
     # Steps.
 
@@ -220,15 +229,41 @@ class Engine:
         queued_K = now & (request_K < self.N)
         admitted_K = queued_K & (requests.limits[known_K] > 0)
         logits_KV, history = self.decoder.logits(admission.last)[source_K], self._no_history(known_K)
-        samples, drawn, history, done_K = self._next(state.samples, logits_KV, known_K, first_K, history, admitted_K)
+        before_K, last_K = self._before(known_K)
+        begins_K = admitted_K & (before_K == 0)
+        samples, drawn, history, done_K = self._next(state.samples, logits_KV, known_K, first_K, history, begins_K)
         request_K = jnp.where(admitted_K & ~done_K, request_K, self.N)
-        fresh = Slots(request_K, admission.row[source_K], first_K + 1, drawn.token, history)
+        token_K = jnp.where(begins_K, drawn.token, last_K)
+        fresh = Slots(request_K, admission.row[source_K], jnp.maximum(before_K, 1), token_K, history)
         to_K = jnp.where(queued_K, admission.slot, shape.slots)
+        state = self._caught_up(state, fresh, to_K)
         return state._replace(
             slots=jax.tree.map(lambda old_S, new_K: old_S.at[to_K].set(new_K, mode="drop"), state.slots, fresh),
             queued=jnp.where(now, jnp.minimum(state.queued + shape.refill, self.N), state.queued),
             samples=samples._replace(refills=samples.refills + now),
         )
+
+    def _before(self, request_K: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """How many tokens of each request earlier rollouts sampled, and the last of them."""
+        begun = self.requests.partial
+        if begun is None:
+            return jnp.zeros_like(request_K), jnp.zeros_like(request_K)
+        before_K = begun.lengths[request_K]
+        return before_K, begun.tokens[request_K, jnp.maximum(before_K - 1, 0)]
+
+    def _caught_up(self, state: State, fresh: Slots, to_K: jax.Array) -> State:
+        """With keys and values, in the slots they are to have, of what earlier rollouts sampled of fresh requests."""
+        begun, shape = self.requests.partial, self.shape
+        if begun is None:
+            return state
+        known_K = jnp.minimum(fresh.request, self.N - 1)
+        count_K = jnp.where(fresh.request < self.N, jnp.maximum(begun.lengths[known_K] - 1, 0), 0)
+        length_K = self.requests.lengths[known_K // shape.group]
+        who = partial.Returning(to_K, fresh.row, length_K, begun.tokens[known_K], count_K)
+        piece = min(shape.piece, shape.max_new)
+        together = max(1, min(shape.refill, PREFILL_TOKENS // piece))
+        cache = partial.catch_up(self.decoder, self.weights, state.cache, state.clock, who, piece, together)
+        return state._replace(cache=cache)
 
     def _decode(self, tier: int, state: State) -> State:
         """One more token for every running slot, from the first tiers of the cache."""
@@ -283,7 +318,8 @@ class Engine:
         """Draw token number `count` of each request and write the live ones down; tell which requests are done."""
         requests, features = self.requests, self.shape.features
         options: Sampling = jax.tree.map(lambda x: x[request_X], requests.options)
-        uniform_X2 = uniforms(requests.seeds[request_X], self.step, requests.ids[request_X], count_X)
+        step = self.step if requests.partial is None else requests.partial.steps[request_X]
+        uniform_X2 = uniforms(requests.seeds[request_X], step, requests.ids[request_X], count_X)
         shaped_XV = shaped(logits_XV, options, history, count_X, features) if features.shapes_logits else None
         drawn = draw(logits_XV, options, uniform_X2, features, shaped_XV)
         history, completed_X = extend(history, drawn.token, self.automaton)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl_post.rollout.partial import Begun, Partial, beginnings
 from jaxrl_post.rollout.sampling import Draw, Sampling
 from jaxrl_post.types import StopReason
 
@@ -14,7 +15,8 @@ from jaxrl_post.types import StopReason
 class Requests(NamedTuple):
     """What to sample. Per prompt: tokens int32 [P, W] right-padded, lengths int32 [P] ≥ 1. Per request, in prompt
     order: ids int32 [N] (key the draws), seeds uint32 [N], limits int32 [N] new tokens (0 samples nothing), and
-    `options` [N], stop ids among them. The padding of the last refill is the engine's business, not the caller's.
+    `options` [N], stop ids among them. `partial`: where requests go on and when the rollout stops, None where all begin
+    and all finish. The padding of the last refill is the engine's business, not the caller's.
     """
 
     tokens: Any
@@ -23,6 +25,7 @@ class Requests(NamedTuple):
     seeds: Any
     limits: Any
     options: Sampling
+    partial: Begun | None = None
 
 
 class Samples(NamedTuple):
@@ -42,10 +45,16 @@ class Samples(NamedTuple):
     top_logp: Any
 
 
-def no_samples(N: int, R: int, n: int) -> Samples:
+def no_samples(N: int, R: int, n: int, begun: Begun | None = None) -> Samples:
+    """Nothing sampled yet, or what earlier rollouts did."""
     ints, floats = (lambda *size: jnp.zeros(size, jnp.int32)), (lambda *size: jnp.zeros(size, jnp.float32))
     likely = (ints(N, R, n), floats(N, R, n)) if n else (None, None)
-    return Samples(ints(N, R), floats(N, R), floats(N, R), ints(N), ints(N), ints(1), ints(1), *likely)
+    empty = Samples(ints(N, R), floats(N, R), floats(N, R), ints(N), ints(N), ints(1), ints(1), *likely)
+    if begun is None:
+        return empty
+    return empty._replace(
+        tokens=begun.tokens, logp=begun.logp, raw_logp=begun.raw_logp, lengths=begun.lengths, stops=begun.stops
+    )
 
 
 def record(
@@ -76,3 +85,14 @@ def record(
         top_logp=None if top_logp is None else put(samples.top_logp, top_logp),
     )
     return recorded, live_X & (stopped_X | full_X)
+
+
+def started(requests: Requests, partial: Partial, max_new: int, replicas: int) -> Requests:
+    """The requests with the keys, limits and beginnings of `partial`, on so many data replicas."""
+    count = len(requests.ids)
+    group = count // len(requests.lengths)
+    ids, seeds = requests.ids.copy(), requests.seeds.copy()
+    ids[: len(partial.starts)] = [start.request for start in partial.starts]
+    seeds[: len(partial.starts)] = [start.seed for start in partial.starts]
+    begin, limits = beginnings(partial, count, group, max_new, replicas)
+    return requests._replace(ids=ids, seeds=seeds, limits=limits, partial=begin)

@@ -18,7 +18,8 @@ from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.rollout.decoding import Decoding, check, check_ids, sampling_arrays
 from jaxrl_post.rollout.engine import make_rollout
-from jaxrl_post.rollout.records import Requests, Samples
+from jaxrl_post.rollout.partial import Partial, check_features, with_versions
+from jaxrl_post.rollout.records import Requests, Samples, started
 from jaxrl_post.rollout.schedule import EngineShape, SampleOptions, cache_memory, engine_shape
 from jaxrl_post.rollout.stop_strings import Automaton, compile_strings, completed_by_last
 from jaxrl_post.types import Completion, StopReason
@@ -71,6 +72,7 @@ class Sampler:
         limits: Sequence[int] | None = None,
         seeds: Sequence[int] | None = None,
         each: Sequence[Decoding] | None = None,
+        partial: Partial | None = None,
     ) -> Rollout:
         """Sample `options.samples_per_prompt` completions of every prompt.
 
@@ -82,6 +84,7 @@ class Sampler:
           limits: new tokens allowed to each request (N of them), at most `max_new_tokens`; None gives all that.
           seeds: a seed for each request (N of them) instead of `seed`.
           each: how each request is decoded (N of them) instead of what `options` says for all.
+          partial: where each request begins, with its own keys, and when the rollout stops; None samples all in full.
 
         Raises: ValueError for an empty prompt, one longer than `width`, more positions than the model has, options out
         of range, stop strings without `token_bytes`, and log-probs that are not finite.
@@ -92,8 +95,15 @@ class Sampler:
         strings = self._checked_strings(each or [options])
         options = dataclasses.replace(options, top_logprobs=max(d.top_logprobs for d in each or [options]))
         requests = self._requests(prompts, options, width, seed, limits, seeds, each)
-        prompts_each = len(requests.lengths) // batch_shards(self._mesh)
-        shape = engine_shape(prompts_each, options, width, requests.options, self._config, self._memory)
+        replicas = batch_shards(self._mesh)
+        if partial:
+            requests = started(requests, partial, options.max_new_tokens, replicas)
+        prompts_each = len(requests.lengths) // replicas
+        shape = engine_shape(
+            prompts_each, options, width, requests.options, self._config, self._memory, partial.of if partial else None
+        )
+        if partial:
+            check_features(shape.features, shape.top_logprobs)
         if shape not in self._compiled:
             log.info("rollout of %d prompts a replica: %s", prompts_each, shape.describe())
             self._compiled[shape] = make_rollout(self._graphdef, shape, self._mesh)
@@ -104,7 +114,7 @@ class Sampler:
         automaton, step_array = place((automaton, np.int32(step)), jax.tree.map(lambda _: whole, (automaton, step)))
         samples = jax.device_get(self._compiled[shape](params, placed, automaton, step_array))
         decoding = each or [options] * (len(prompts) * options.samples_per_prompt)
-        rollout = self._completions(samples, decoding, options.samples_per_prompt)
+        rollout = self._completions(samples, decoding, options.samples_per_prompt, partial, step)
         if not all(np.isfinite([c.logp, c.raw_logp]).all() for c in rollout.completions):
             raise ValueError(
                 f"the model's log-probs at step {step} are not finite: its weights are not, or training diverged; "
@@ -174,10 +184,14 @@ class Sampler:
             self._automata[strings] = compile_strings(strings, self._token_bytes)
         return strings
 
-    def _completions(self, samples: Samples, decoding: Sequence[Decoding], group: int) -> Rollout:
+    def _completions(
+        self, samples: Samples, decoding: Sequence[Decoding], group: int, partial: Partial | None, step: int
+    ) -> Rollout:
+        open_end = StopReason.UNFINISHED if partial else StopReason.LENGTH
+
         def cut(i: int, options: Decoding) -> Completion:
             n = int(samples.lengths[i])
-            ids, reason = samples.tokens[i, :n], StopReason(int(samples.stops[i]) or StopReason.LENGTH)
+            ids, reason = samples.tokens[i, :n], StopReason(int(samples.stops[i]) or open_end)
             by_string = reason is StopReason.STOP and options.stop
             return Completion(
                 i // group,
@@ -189,8 +203,9 @@ class Sampler:
                 *((x[i, :n, : options.top_logprobs]) for x in (samples.top_ids, samples.top_logp) if x is not None),
             )
 
+        completions = [cut(i, options) for i, options in enumerate(decoding)]
         return Rollout(
-            [cut(i, options) for i, options in enumerate(decoding)],
+            with_versions(completions, partial, step) if partial else completions,
             tuple(int(n) for n in samples.decode_steps),
             tuple(int(n) for n in samples.refills),
         )

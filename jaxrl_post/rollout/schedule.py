@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.rollout.decoding import Decoding
+from jaxrl_post.rollout.partial import Of
 from jaxrl_post.rollout.sampling import Features, Sampling
 
 PIECE = 512  # prompt columns of one prefill
@@ -51,6 +52,7 @@ class EngineShape:
     unrolled: layers one by one in the program, not a scan over them.
     lockstep: all replicas run the same number of steps.
     features, top_logprobs: what the draw does beyond the plain one; likeliest tokens recorded with each sampled one.
+    partial: the rollout stops when enough samples, or groups, have finished; None: when all have.
     """
 
     slots: int
@@ -66,6 +68,7 @@ class EngineShape:
     lockstep: bool
     features: Features
     top_logprobs: int = 0
+    partial: Of | None = None
 
     def __post_init__(self) -> None:
         if self.refill > self.slots:
@@ -91,7 +94,13 @@ class EngineShape:
 
 
 def engine_shape(
-    prompts: int, options: SampleOptions, width: int, sampling: Sampling, model: ModelConfig, memory: float
+    prompts: int,
+    options: SampleOptions,
+    width: int,
+    sampling: Sampling,
+    model: ModelConfig,
+    memory: float,
+    partial: Of | None = None,
 ) -> EngineShape:
     """The plan for `prompts` prompts a replica whose cache may take `memory` bytes."""
     group, requests = options.samples_per_prompt, prompts * options.samples_per_prompt
@@ -99,6 +108,7 @@ def engine_shape(
     slots = min(options.slots or _slots_that_fit(memory, options, width, model), requests)
     refill = min(options.refill or _refill(slots, group, requests, piece), requests)
     together = slots == requests
+    tiered = together and partial is None  # the tokens of samples that go on lie in the last columns
     return EngineShape(
         slots=slots,
         refill=refill,
@@ -106,13 +116,14 @@ def engine_shape(
         width=width,
         max_new=options.max_new_tokens,
         piece=piece,
-        chunks=tiers(options.max_new_tokens) if together else (options.max_new_tokens,),
+        chunks=tiers(options.max_new_tokens) if tiered else (options.max_new_tokens,),
         drain=halvings(slots),
         prompt_rows=prompts if together else min(slots, -(-requests // refill) * max(1, refill // group)),
         unrolled=jax.default_backend() == "cpu",
         lockstep=options.lockstep,
         features=Features.of(sampling),
         top_logprobs=options.top_logprobs,
+        partial=partial,
     )
 
 

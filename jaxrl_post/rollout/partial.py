@@ -1,0 +1,214 @@
+"""Rollouts that stop before all is sampled, and samples that go on where an earlier rollout left them.
+
+As partial rollouts in Kimi k1.5 (arXiv:2501.12599), slime and verl, but decided inside the rollout's program: each data
+replica counts what has finished. A sample that goes on keeps its ids and log-probs; the keys and values of its tokens
+are computed anew, as the weights have changed, and lie in the response columns just before the clock: a slot that has
+sampled n tokens sees the last n columns, whoever wrote them.
+
+N requests, P prompts of G samples, R response limit, K requests of a refill, J of them in one forward pass, B columns
+of a piece, C = R response columns, W prompt columns, H query heads, K of `k` and `v` key/value heads, D per-head width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxrl_post.models.decoder import Decoder
+from jaxrl_post.rollout.cache import Cache, Caches, KeysValues, attend_parts
+from jaxrl_post.rollout.sampling import Features
+from jaxrl_post.types import Completion, StopReason
+
+Of = Literal["samples", "groups"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where one request begins. `seed`, `step` and `request` key its draws and stay with it until it has finished.
+
+    so_far: what earlier rollouts sampled of it; with a stop reason other than UNFINISHED nothing is added. urgent: the
+    rollout does not stop before this request has finished.
+    """
+
+    seed: int
+    step: int
+    request: int
+    so_far: Completion | None = None
+    urgent: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.so_far is not None and self.so_far.stop is not StopReason.UNFINISHED
+
+
+@dataclasses.dataclass(frozen=True)
+class Partial:
+    """A rollout that stops when `finish_fraction` of the samples it is asked for, or of their groups, have finished on
+    a data replica, one group is whole there, and so are all urgent samples. `starts` are those of the N requests."""
+
+    finish_fraction: float
+    of: Of
+    starts: Sequence[Start]
+
+
+class Begun(NamedTuple):
+    """What the program knows of the starts. tokens int32, logp and raw_logp float32 [N, R]; lengths, stops int32 [N]:
+    as in `Samples`; steps int32 [N], policy steps that key the draws; urgent bool [N]; quota int32 [1] a replica: so
+    many samples or groups are enough."""
+
+    tokens: Any
+    logp: Any
+    raw_logp: Any
+    lengths: Any
+    stops: Any
+    steps: Any
+    urgent: Any
+    quota: Any
+
+
+def beginnings(partial: Partial, count: int, group: int, max_new: int, replicas: int) -> tuple[Begun, np.ndarray]:
+    """Arrays for `count` requests, those beyond the starts asking for nothing, and the limits int32 [N] that follow."""
+    rows = [start.so_far for start in partial.starts]
+    lengths_N, stops_N = np.zeros(count, np.int32), np.zeros(count, np.int32)
+    tokens_NR = np.zeros((count, max_new), np.int32)
+    logp_NR, raw_logp_NR = np.zeros((2, count, max_new), np.float32)
+    steps_N, urgent_N, live_N = np.zeros(count, np.int32), np.zeros(count, bool), np.zeros(count, bool)
+    for i, (start, row) in enumerate(zip(partial.starts, rows, strict=True)):
+        steps_N[i], urgent_N[i], live_N[i] = start.step, start.urgent, not start.done
+        if row is not None:
+            n = len(row.ids)
+            lengths_N[i], stops_N[i] = n, row.stop if start.done else 0
+            tokens_NR[i, :n], logp_NR[i, :n], raw_logp_NR[i, :n] = row.ids, row.logp, row.raw_logp
+    quota = quotas(live_N, group, partial, replicas)
+    limits_N = np.where(live_N, max_new, 0).astype(np.int32)
+    return Begun(tokens_NR, logp_NR, raw_logp_NR, lengths_N, stops_N, steps_N, urgent_N, quota), limits_N
+
+
+def quotas(live_N: np.ndarray, group: int, partial: Partial, replicas: int) -> np.ndarray:
+    """int32 [replicas]: the fraction of each replica's live samples, or of groups with any, rounded up."""
+    live_XG = live_N.reshape(-1, group)
+    counted = live_N if partial.of == "samples" else live_XG.any(axis=1)
+    wanted = partial.finish_fraction * counted.reshape(replicas, -1).sum(axis=1)
+    return np.array([math.ceil(round(x, 6)) for x in wanted], np.int32)
+
+
+def check_features(features: Features, top_logprobs: int) -> None:
+    """Raises: ValueError for options that remember more of a sequence than its tokens' keys and values."""
+    named = {
+        "repetition_penalty": features.repetition,
+        "presence_penalty or frequency_penalty": features.counted,
+        "bad_words": features.bad_words,
+        "stop strings": features.stop_strings,
+        "top_logprobs": top_logprobs > 0,
+    }
+    if used := [name for name, on in named.items() if on]:
+        raise ValueError(
+            f"rollout.partial does not go with {', '.join(used)}: what they remember of a sample does not outlast its "
+            "rollout; drop one or the other"
+        )
+
+
+def enough(begun: Begun, of: Of, group: int, limits_N: jax.Array, stops_N: jax.Array) -> jax.Array:
+    """Whether a replica's rollout may stop, a bool scalar."""
+    asked_N, finished_N = limits_N > 0, stops_N > 0
+    done_N = finished_N | ~asked_N
+    whole_P = done_N.reshape(-1, group).all(axis=1) & asked_N.reshape(-1, group).any(axis=1)
+    finished = (asked_N & finished_N).sum() if of == "samples" else whole_P.sum()
+    return (finished >= begun.quota[0]) & whole_P.any() & (done_N | ~begun.urgent).all()
+
+
+class Returning(NamedTuple):
+    """Requests that go on, [K]: their slots, their prompts' rows and lengths, tokens sampled before, int32 [K, R], and
+    how many of these need keys and values: all but the last, which the next decode step reads; 0 for a new request."""
+
+    slot: jax.Array
+    row: jax.Array
+    length: jax.Array
+    tokens: jax.Array
+    todo: jax.Array
+
+
+def catch_up(
+    decoder: Decoder, weights: Any, cache: Caches, clock: jax.Array, who: Returning, piece: int, together: int
+) -> Caches:
+    """The cache with keys and values of what was sampled before, `together` requests at a time, in pieces of B tokens.
+
+    The longest come first, so that a batch takes the pieces of its longest and new requests cost nothing.
+    """
+    K = len(who.todo)
+    who = jax.tree.map(lambda x: x[jnp.argsort(-who.todo, stable=True)], who)
+    pad = ((0, 0), (0, -who.tokens.shape[1] % piece))
+
+    def more(carry: tuple[jax.Array, jax.Array, Caches]) -> jax.Array:
+        first = carry[0]
+        return (first < K) & (who.todo[jnp.minimum(first, K - 1)] > 0)
+
+    def step(carry: tuple[jax.Array, jax.Array, Caches]) -> tuple[jax.Array, jax.Array, Caches]:
+        first, start, cache = carry
+        batch = jax.tree.map(lambda x: x[jnp.minimum(first + jnp.arange(together), K - 1)], who)
+        batch = batch._replace(todo=jnp.where(first + jnp.arange(together) < K, batch.todo, 0))
+        token_JB = lax.dynamic_slice_in_dim(jnp.pad(batch.tokens, pad), start, piece, axis=1)
+        position_JB = batch.length[:, None] + start + jnp.arange(piece)[None]
+        attention = functools.partial(attend_returning, batch, clock, start)
+        _, cache = decoder.through(weights, token_JB, position_JB, cache, attention)
+        done = start + piece >= batch.todo[0]
+        return jnp.where(done, first + together, first), jnp.where(done, 0, start + piece), cache
+
+    return lax.while_loop(more, step, (jnp.int32(0), jnp.int32(0), cache))[2]
+
+
+def attend_returning(
+    who: Returning,
+    clock: jax.Array,
+    start: jax.Array,
+    cache: Cache,
+    i: jax.Array | None,
+    q_JBHD: jax.Array,
+    k_JBKD: jax.Array,
+    v_JBKD: jax.Array,
+) -> tuple[jax.Array, Cache]:
+    """Attention of tokens start … start+B-1 to their prompts and to the tokens up to each; writes theirs first.
+
+    Token j of a request with `todo` of them lies in column clock - todo + j, counted round and round.
+    """
+    J, B, H, D = q_JBHD.shape
+    K, (old,) = k_JBKD.shape[2], cache.responses
+    C, index_B = old.k.shape[-1], start + jnp.arange(B)
+    first_J1 = (clock - who.todo)[:, None]
+    column_JB = jnp.where(index_B[None] < who.todo[:, None], (first_J1 + index_B[None]) % C, C)
+    slot_J1 = who.slot[:, None]
+    at = lambda x: x if i is None else x[i]
+    rows = (slot_J1,) if i is None else (i, slot_J1)
+    own = KeysValues(
+        old.k.at[(*rows, slice(None), slice(None), column_JB)].set(k_JBKD, mode="drop"),
+        old.v.at[(*rows, slice(None), column_JB)].set(v_JBKD, mode="drop"),
+    )
+    q_JKXD = q_JBHD.reshape(J, B, K, H // K, D).transpose(0, 2, 1, 3, 4).reshape(J, K, -1, D)
+    prompt_JW = jnp.arange(cache.prompts.k.shape[-1])[None] < who.length[:, None]
+    seen_JBC = ((jnp.arange(C)[None] - first_J1) % C)[:, None] <= index_B[None, :, None]
+    parts = [
+        (at(cache.prompts.k)[who.row], at(cache.prompts.v)[who.row], prompt_JW[:, None, None]),
+        (at(own.k)[who.slot], at(own.v)[who.slot], jnp.repeat(seen_JBC, H // K, axis=1)[:, None]),
+    ]
+    attended_JKXD = attend_parts(q_JKXD, parts)
+    attended_JBHD = attended_JKXD.reshape(J, K, B, H // K, D).transpose(0, 2, 1, 3, 4).reshape(J, B, H, D)
+    return attended_JBHD, cache._replace(responses=(own,))
+
+
+def with_versions(completions: Sequence[Completion], partial: Partial, step: int) -> list[Completion]:
+    """The completions with the policy step of each token: those that earlier rollouts sampled keep theirs."""
+
+    def versioned(completion: Completion, before: Completion | None) -> Completion:
+        old = np.zeros(0, np.int32) if before is None or before.versions is None else before.versions
+        new = np.full(len(completion.ids) - len(old), step, np.int32)
+        return dataclasses.replace(completion, versions=np.concatenate([old, new]))
+
+    return [versioned(c, start.so_far) for c, start in zip(completions, partial.starts, strict=True)]

@@ -1,0 +1,177 @@
+"""Rollouts that stop early: what goes on is what would have been, under the policy of each token's own step."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxrl_post.models.decoder import abstract
+from jaxrl_post.rollout.partial import Begun, Partial, Start, enough, quotas
+from jaxrl_post.rollout.sampler import Sampler
+from jaxrl_post.rollout.schedule import SampleOptions
+from jaxrl_post.types import StopReason
+from sharding.placement import place, tree_shardings
+from sharding.rules import ROLLOUT
+from tests.rollout.tiny_engine import CONFIG, STOPS, mesh_of, model
+
+PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17, 18, 19], [20, 21]]
+G, R, STEP = 3, 24, 4
+
+
+@functools.cache
+def sampler(devices=1, axes=()):
+    return Sampler(model()[0], CONFIG, mesh_of(devices, **dict(axes)), STOPS[::3])
+
+
+@functools.cache
+def params(scale=1.0, devices=1, axes=()):
+    _, shapes, names = abstract(CONFIG)
+    whole = jax.tree.map(lambda x: x * scale, model()[1])
+    return place(whole, tree_shardings(names, shapes, ROLLOUT, mesh_of(devices, **dict(axes))))
+
+
+def generate(starts, fraction, of="samples", step=STEP, scale=1.0, devices=1, axes=(), **options):
+    asked = SampleOptions(samples_per_prompt=G, max_new_tokens=R, prefill_columns=5, **options)
+    partial = None if starts is None else Partial(fraction, of, starts)
+    who, weights = sampler(devices, axes), params(scale, devices, axes)
+    return who.generate(weights, PROMPTS, asked, seed=3, step=step, width=12, partial=partial)
+
+
+def fresh(step=STEP):
+    return [Start(3, step, i) for i in range(len(PROMPTS) * G)]
+
+
+def going_on(starts, rollout, urgent=False):
+    return [
+        dataclasses.replace(start, so_far=c, urgent=urgent)
+        for start, c in zip(starts, rollout.completions, strict=True)
+    ]
+
+
+def unfinished(rollout):
+    return [c.stop is StopReason.UNFINISHED for c in rollout.completions]
+
+
+def same(a, b):
+    for x, y in zip(a.completions, b.completions, strict=True):
+        assert (x.ids.tolist(), x.stop) == (y.ids.tolist(), y.stop)
+        np.testing.assert_allclose(x.logp, y.logp, atol=1e-5)
+        np.testing.assert_allclose(x.raw_logp, y.raw_logp, atol=1e-5)
+
+
+@functools.cache
+def whole():
+    return generate(None, 1.0)
+
+
+PLANS = [{}, {"slots": 6, "refill": 3}]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_sample_finished_over_several_rollouts_is_the_one_finished_in_one(plan):
+    """The same weights throughout: ids are equal, log-probs to 1e-5, whatever the slots, at any clock."""
+    first = generate(fresh(), 0.2, **plan)
+    second = generate(going_on(fresh(), first, urgent=True), 0.2, step=STEP + 1, **plan)
+    begun = [len(c.ids) for c, more in zip(first.completions, unfinished(first), strict=True) if more]
+    assert len(begun) >= 4
+    assert max(begun) > 10
+    assert not any(unfinished(second))
+    same(second, whole())
+    assert max(first.decode_steps) < max(whole().decode_steps)
+    for c, before, more in zip(second.completions, first.completions, unfinished(first), strict=True):
+        n = len(before.ids)
+        assert c.versions.tolist() == [STEP] * n + [STEP + 1] * (len(c.ids) - n)
+        assert (len(c.ids) > n) == more
+
+
+def test_where_all_must_finish_nothing_changes():
+    everything = generate(fresh(), 1.0)
+    same(everything, whole())
+    assert everything.decode_steps == whole().decode_steps
+
+
+def test_what_goes_on_is_drawn_and_scored_by_the_new_weights():
+    """Against one uncached forward pass of the new weights over prompt and response; what was there stays as it was."""
+    first = generate(fresh(), 0.2)
+    second = generate(going_on(fresh(), first, urgent=True), 0.2, step=STEP + 1, scale=1.3)
+    moved = 0
+    for c, before, more in zip(second.completions, first.completions, unfinished(first), strict=True):
+        n = len(before.ids)
+        np.testing.assert_array_equal(c.logp[:n], before.logp)
+        if more:
+            expected = full_logp(params(1.3), PROMPTS[c.prompt], c.ids)
+            np.testing.assert_allclose(c.logp[n:], expected[n:], atol=1e-4)
+            moved += abs(expected[:n] - before.logp).max() > 0.1
+    assert moved >= 3
+
+
+@functools.cache
+def _full():
+    def logits(params, tokens_1T):
+        decoder = nnx.merge(model()[0], params)
+        ones = jnp.ones_like(tokens_1T)
+        return decoder.logits(decoder.hidden(tokens_1T, jnp.arange(tokens_1T.shape[1])[None], ones, ones - 1))[0]
+
+    return jax.jit(logits)
+
+
+def full_logp(weights, prompt, ids):
+    sequence = [*prompt, *ids]
+    z = np.asarray(_full()(weights, jnp.array([sequence + [0] * (48 - len(sequence))])), np.float64)
+    z = z[len(prompt) - 1 : len(sequence) - 1]
+    return z[np.arange(len(ids)), ids] - np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1)) - z.max(-1)
+
+
+def test_replicas_in_lockstep_stop_together_and_go_on_alike():
+    axes = (("data", 2),)
+    first = generate(fresh(), 0.2, devices=2, axes=axes, lockstep=True)
+    assert len(first.decode_steps) == 2
+    assert first.decode_steps[0] == first.decode_steps[1] < max(whole().decode_steps)
+    half = len(first.completions) // 2
+    for replica in (first.completions[:half], first.completions[half:]):
+        stops = [c.stop for c in replica]
+        assert any(all(s is not StopReason.UNFINISHED for s in stops[i : i + G]) for i in range(0, half, G))
+    second = generate(going_on(fresh(), first, urgent=True), 0.2, step=STEP + 1, devices=2, axes=axes, lockstep=True)
+    same(second, whole())
+
+
+def begun_of(quota, urgent):
+    nothing = np.zeros(6)
+    return Begun(nothing, nothing, nothing, nothing, nothing, nothing, np.array(urgent), np.array([quota]))
+
+
+ASKED = np.array([24, 24, 24, 0, 24, 24])  # two groups of three; one sample of the second had finished before
+
+
+@pytest.mark.parametrize(
+    ("of", "quota", "stops", "urgent", "expected"),
+    [
+        ("samples", 2, [1, 2, 0, 1, 0, 0], [], False),  # enough samples, no whole group
+        ("samples", 3, [1, 2, 0, 1, 1, 0], [], False),
+        ("samples", 2, [0, 0, 0, 1, 1, 2], [], True),
+        ("samples", 3, [0, 0, 0, 1, 1, 2], [], False),  # what had finished before does not count
+        ("groups", 1, [1, 1, 2, 1, 0, 0], [], True),
+        ("groups", 2, [1, 1, 2, 1, 1, 0], [], False),
+        ("samples", 2, [0, 0, 0, 1, 1, 2], [2], False),
+        ("samples", 2, [0, 0, 1, 1, 1, 2], [2], True),
+    ],
+)
+def test_a_rollout_stops_by_hand(of, quota, stops, urgent, expected):
+    flags = [i in urgent for i in range(6)]
+    assert bool(enough(begun_of(quota, flags), of, 3, jnp.array(ASKED), jnp.array(stops))) is expected
+
+
+def test_quotas_count_what_each_replica_is_asked_for():
+    live = np.array([1, 1, 1, 1, 1, 1, 1, 0, 1, 0, 0, 0], bool)  # two replicas of two groups of three
+    assert quotas(live, 3, Partial(0.8, "samples", []), 2).tolist() == [5, 2]
+    assert quotas(live, 3, Partial(0.5, "groups", []), 2).tolist() == [1, 1]
+    assert quotas(np.ones(240, bool), 3, Partial(0.7, "samples", []), 1).tolist() == [168]  # 0.7 · 240 in floats: more
+
+
+def test_options_that_remember_a_sample_are_refused():
+    with pytest.raises(ValueError, match=r"rollout\.partial does not go with repetition_penalty"):
+        generate(fresh(), 0.5, repetition_penalty=1.2)
