@@ -126,17 +126,16 @@ def full_logp(weights, prompt, ids):
     return z[np.arange(len(ids)), ids] - np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1)) - z.max(-1)
 
 
-def test_replicas_in_lockstep_stop_together_and_go_on_alike():
-    axes = (("data", 2),)
-    first = generate(fresh(), 0.2, devices=2, axes=axes, lockstep=True)
-    assert len(first.decode_steps) == 2
-    assert first.decode_steps[0] == first.decode_steps[1] < max(whole().decode_steps)
-    half = len(first.completions) // 2
-    for replica in (first.completions[:half], first.completions[half:]):
-        stops = [c.stop for c in replica]
-        assert any(all(s is not StopReason.UNFINISHED for s in stops[i : i + G]) for i in range(0, half, G))
-    second = generate(going_on(fresh(), first, urgent=True), 0.2, step=STEP + 1, devices=2, axes=axes, lockstep=True)
-    same(second, whole())
+def test_each_replica_stops_by_its_own_count_or_with_the_last_in_lockstep():
+    """Two groups a replica: the first has one of twelve tokens at most, the second none below the limit."""
+    two = {"devices": 2, "axes": (("data", 2),)}
+    lengths = np.array([len(c.ids) for c in whole().completions]).reshape(2, 2, G)
+    first_whole = lengths.max(axis=-1).min(axis=-1) - 1  # tokens after the one that prefill gives
+    free = generate(fresh(), 0.2, **two)
+    assert free.decode_steps == tuple(first_whole)
+    assert first_whole[0] < first_whole[1]
+    same(generate(going_on(fresh(), free, urgent=True), 0.2, step=STEP + 1, **two), whole())
+    assert generate(fresh(), 0.2, lockstep=True, **two).decode_steps == (max(first_whole),) * 2
 
 
 def begun_of(quota, urgent):
