@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TextIO
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -60,14 +61,14 @@ def torch(steps: int) -> list[Step]:
     return timed(command, re.compile(r"^step +(\d+) +reward (\S+)"))
 
 
-def timed(command: list[str], line_of_a_step: re.Pattern[str]) -> list[Step]:
+def timed(command: list[str], line_of_a_step: re.Pattern[str], echo: TextIO = sys.stdout) -> list[Step]:
     """Runs a command and notes wall clock and CPU seconds between the lines that end its steps."""
     steps: list[Step] = []
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
         assert process.stdout is not None
         wall, cpu = time.perf_counter(), 0.0
         for line in process.stdout:
-            print(line, end="", flush=True)
+            print(line, end="", flush=True, file=echo)
             if match := line_of_a_step.match(line):
                 now, used = time.perf_counter(), cpu_seconds(process.pid)
                 step = {"step": int(match[1]), "seconds": now - wall, "cpu": used - cpu, "reward": float(match[2])}

@@ -1,0 +1,153 @@
+"""Seconds of a whole training step on the small, fixed workload of `rollout.py`, ours and TRL's in one go.
+
+    python benchmarks/train_step.py {grpo|dpo} {fixed|ragged} [--timed 3] [--trl PYTHON [--trl-batch 64]]
+
+`grpo`: 32 prompts × 8 samples of at most 96 tokens, sampled, graded and learned from in one update. `dpo`: one update
+on 32 pairs of 32 + 96 tokens, the reference scored on the fly. Float32, AdamW, no warm-up of the learning rate.
+`--trl` names a Python that has TRL and torch; the same model folder and the same prompts are given to both, each in a
+process of its own, one step to warm up, and the ratio of the median steps is printed (above 1: ours is faster).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import yaml
+from quickstart_vs_torch import timed
+from rollout import CONFIG, GROUP, LONGEST, MAX_NEW, PROMPTS, SEED, STOP, STOP_BIAS, prompts, weights
+
+HERE = Path(__file__).parent
+PAIRS, PAIR_PROMPT, PAIR_ANSWER = 32, 32, 96
+OPTIMIZER = {"learning_rate": 1e-5, "weight_decay": 0.0}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("method", choices=("grpo", "dpo"))
+    parser.add_argument("workload", choices=STOP_BIAS)
+    parser.add_argument("--timed", type=int, default=3, help="timed steps, after one to warm up")
+    parser.add_argument("--tokens", type=int, default=2048, help="our training.tokens_per_microbatch")
+    parser.add_argument("--trl", metavar="PYTHON", help="also run TRL with this Python")
+    parser.add_argument("--trl-batch", type=int, default=64, help="sequences of TRL's micro-batch")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write_workload(folder, options.workload)
+        results = [run_ours(folder, options)]
+        if options.trl:
+            results.append(run_trl(folder, options))
+    for result in results:
+        print(json.dumps({"method": options.method, "workload": options.workload} | result))
+    if options.trl:
+        print(f"TRL / ours: {results[1]['step_s'] / results[0]['step_s']:.2f}× in wall time, "
+              f"{results[1]['cpu_s'] / results[0]['cpu_s']:.2f}× in CPU time")  # fmt: skip
+
+
+def write_workload(folder: Path, workload: str) -> None:
+    """A Hugging Face folder `model`, prompts.jsonl and pairs.jsonl; a token is a word w3, w4, …."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from jaxrl_post.models.huggingface_export import save_params
+
+    names = ["<pad>", "<unk>", "<eos>"]
+    words = names + [f"w{i}" for i in range(len(names), CONFIG.vocab_size)]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(names)
+    files = folder / "files"
+    files.mkdir()
+    tokenizer.save(str(files / "tokenizer.json"))
+    flags = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>"}
+    (files / "tokenizer_config.json").write_text(json.dumps(flags | {"unk_token": "<unk>", "padding_side": "left"}))
+    (files / "generation_config.json").write_text(json.dumps({"eos_token_id": STOP, "pad_token_id": 0}))
+    save_params(folder / "model", weights(STOP_BIAS[workload]), CONFIG, files)
+    _write_rows(folder / "prompts.jsonl", [{"prompt": text(ids)} for ids in prompts()])
+    _write_rows(folder / "pairs.jsonl", pairs())
+
+
+def pairs() -> list[dict[str, str]]:
+    """Prompt and answers of equal lengths; the end token that closes an answer is its 96th."""
+    rng = np.random.default_rng(SEED + 2)
+    words = lambda count: text(rng.integers(STOP + 1, CONFIG.vocab_size, count).tolist())
+    return [
+        {"prompt": words(PAIR_PROMPT), "chosen": words(PAIR_ANSWER - 1), "rejected": words(PAIR_ANSWER - 1)}
+        for _ in range(PAIRS)
+    ]
+
+
+def text(ids: list[int]) -> str:
+    return " ".join(f"w{i}" for i in ids)
+
+
+def even_share(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
+    """The share of even words; 0.5 for no words, so that nothing rewards another length."""
+    even = [[int(word[1:]) % 2 == 0 for word in completion.split()] for completion in completions]
+    return [sum(words) / len(words) if words else 0.5 for words in even]
+
+
+def run_ours(folder: Path, options: argparse.Namespace) -> dict[str, object]:
+    """The main job in a process of its own, so that memory and CPU time are its alone."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(_recipe(folder, options)))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
+    steps = timed(
+        [sys.executable, "-m", "launch", str(recipe)], re.compile(r"^step +(\d+)/.*?(?:reward|loss) (\S+)"), sys.stderr
+    )
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if 1 < row["step"] <= 1 + options.timed]
+    phases = [name for name in rows[0] if name.startswith("timing_s/") and name != "timing_s/step"]
+    median = lambda values: round(statistics.median(values), 3)
+    return {
+        "system": "jaxrl_post",
+        "step_s": median(step["seconds"] for step in steps[1 : 1 + options.timed]),
+        "cpu_s": median(step["cpu"] for step in steps[1 : 1 + options.timed]),
+        "phases_s": {name.removeprefix("timing_s/"): median(row[name] for row in rows) for name in phases},
+        "peak_rss_mb": round(max(row["perf/cpu_memory_used_gb"] for row in rows) * 1024),
+    }
+
+
+def _recipe(folder: Path, options: argparse.Namespace) -> dict[str, object]:
+    common = {
+        "run_dir": str(folder / "run"),
+        "steps": 2 + options.timed,  # the last step also saves
+        "model": {"path": str(folder / "model")},
+        "optimizer": OPTIMIZER,
+        "training": {"tokens_per_microbatch": options.tokens},
+        "evaluation": {"enabled": False},
+    }
+    if options.method == "dpo":
+        data = {"path": str(folder / "pairs.jsonl"), "examples_per_step": PAIRS, "chat": False}
+        return common | {
+            "data": data | {"max_tokens": PAIR_PROMPT + PAIR_ANSWER}, "algorithm": {"kind": "dpo", "beta": 0.1},
+        }  # fmt: skip
+    task = {"kind": "jsonl", "path": str(folder / "prompts.jsonl")}
+    return common | {
+        "data": {"task": task, "prompts_per_step": PROMPTS, "max_prompt_tokens": LONGEST, "chat": False},
+        "reward": {"kind": "function", "function": "train_step:even_share"},
+        "rollout": {"samples_per_prompt": GROUP, "max_new_tokens": MAX_NEW},
+        "dump_rollouts": False,
+    }
+
+
+def run_trl(folder: Path, options: argparse.Namespace) -> dict[str, object]:
+    command = [options.trl, str(HERE / "peer_trl.py"), options.method, str(folder)]
+    command += [f"--timed={options.timed}", f"--batch={options.trl_batch}"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
