@@ -11,13 +11,14 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from jaxrl_post.config_algorithms import GPG, GRPO, PolicyAlgorithm, PolicyGradient, PolicyMethod
-from jaxrl_post.config_base import Count, NonNegative, Section, default_kind
+from jaxrl_post.config_base import Count, Section, default_kind
 from jaxrl_post.config_distillation import Distillation
 from jaxrl_post.config_model import Model as Model
 from jaxrl_post.config_model import RandomModel as RandomModel
 from jaxrl_post.config_optimizer import Optimizer
 from jaxrl_post.config_ppo import PPO
 from jaxrl_post.config_rewards import LastNumberReward, Reward, single_rewards
+from jaxrl_post.config_sampling import SamplingKeys
 
 AxisSize = Annotated[int, Field(ge=-1)]
 
@@ -126,17 +127,8 @@ class PartialRollout(Section):
     """Policy versions a sample may span beyond its first: one begun so many steps ago is finished before the stop."""
 
 
-class Rollout(Section):
+class Rollout(SamplingKeys):
     samples_per_prompt: PositiveInt = 8
-    max_new_tokens: PositiveInt = 64
-    temperature: NonNegative = 1.0
-    """0 is greedy. Log-probs for training use the same temperature."""
-    top_k: Count = 0
-    """Keep the k most likely tokens (ties kept); 0 keeps all."""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Keep the smallest set of tokens whose probability reaches p, after temperature and top-k."""
-    stop_token_ids: tuple[Count, ...] = ()
-    """Stop on these too, beside the model's own end-of-sequence ids."""
     slots: PositiveInt | None = None
     """Sequences decoded at once on each data replica; null is all of a step's samples, or as many as fit its memory."""
     refill: PositiveInt | None = None
@@ -250,11 +242,15 @@ class Config(Section):
                 f"reward.kind={self.reward.kind} is one number, and {self.algorithm.compared} compares the parts of a "
                 "weighted reward: set reward.kind=weighted and its parts, or algorithm.kind=grpo"
             )
-        truncated = self.rollout.top_k > 0 or self.rollout.top_p < 1
-        if truncated and self.algorithm.old_logprobs == "sampler":
+        if self.rollout.reshaped and self.algorithm.old_logprobs == "sampler":
             raise ValueError(
-                f"rollout.top_k={self.rollout.top_k}, rollout.top_p={self.rollout.top_p} cut the distribution sampled "
-                "from, so its log-probs are not the policy's: set algorithm.old_logprobs=trainer"
+                f"{self.rollout.reshaped} cut or reshape the distribution sampled from, so its log-probs are not the "
+                "policy's: set algorithm.old_logprobs=trainer"
+            )
+        if self.algorithm.drop_truncated and self.rollout.ends_by_length_alone:
+            raise ValueError(
+                "rollout.ignore_eos=true without rollout.stop and rollout.stop_token_ids lets every sample run to its "
+                "limit, and algorithm.drop_truncated=true trains on none of those: set one of them to false"
             )
         if self.rollout.partial and isinstance(self.algorithm, PolicyGradient | GPG) and not self.algorithm.correction:
             raise ValueError(

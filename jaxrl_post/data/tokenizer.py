@@ -51,6 +51,12 @@ class Tokenizer(Protocol):
     def vocabulary(self) -> dict[str, int]:
         """Id of every token, by its name in the tokenizer's files: what tells vocabularies apart."""
 
+    def token_bytes(self) -> list[bytes]:
+        """What each id adds to the text, special tokens nothing: the text is these, one after the other.
+
+        Raises: ValueError for a tokenizer whose texts are not made so.
+        """
+
 
 def load_tokenizer(folder: str | Path | None) -> Tokenizer:
     """The tokenizer of a Hugging Face folder, or the byte tokenizer for None."""
@@ -104,6 +110,20 @@ class FolderTokenizer:
 
     def vocabulary(self) -> dict[str, int]:
         return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    def token_bytes(self) -> list[bytes]:
+        if not isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel):
+            raise ValueError(
+                f"{self._folder / 'tokenizer.json'} is not byte-level, so that stop strings cannot be found in its "
+                "tokens: give rollout.stop_token_ids instead of rollout.stop"
+            )
+        special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        byte_of = {char: byte for byte, char in enumerate(byte_alphabet())}
+        spelt = lambda name: bytes(byte_of[c] for c in name) if byte_of.keys() >= set(name) else name.encode()
+        out = [b""] * (max(self.vocabulary().values()) + 1)
+        for name, i in self.vocabulary().items():
+            out[i] = b"" if i in special else spelt(name)
+        return out
 
     @functools.cached_property
     def _render(self) -> Callable[..., str]:
@@ -167,6 +187,9 @@ class ByteTokenizer:
     def vocabulary(self) -> dict[str, int]:
         special = {name.decode(): i for i, name in self._names.items()}
         return {char: byte for byte, char in enumerate(byte_alphabet())} | special
+
+    def token_bytes(self) -> list[bytes]:
+        return [*(bytes([i]) for i in range(256)), *([b""] * (self.vocab_size - 256))]
 
 
 def _with_bos(tokenizer: Tokenizer, add_bos: bool) -> list[int]:

@@ -43,7 +43,8 @@ def evaluate(
             "evaluate the training prompts"
         )
     params, source = policy_params(job.network, job.config.seed, weights)
-    sampler = Sampler(job.network.graphdef, job.network.model, job.network.mesh, job.stop_ids)
+    network = job.network
+    sampler = Sampler(network.graphdef, network.model, network.mesh, job.stop_ids, job.token_bytes)
     params = rollout_params(job.network, params)
     say(f"{source}: {len(prompts)} {'training' if train else 'held-out'} prompts of {job.task_name}")
     greedy_P1 = _rewards(job, prompts, sample_greedily(job, sampler, params, prompts))

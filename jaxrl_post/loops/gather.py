@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxrl_post.config_algorithms import FilterGroups
 from jaxrl_post.data.prompts import PromptStream
+from jaxrl_post.loops.decoding import decoding, greedy_decoding, text_of
 from jaxrl_post.loops.flights import Flights
 from jaxrl_post.loops.groups import Group, Samples, assembled, group_from_json, group_to_json, ungraded
 from jaxrl_post.loops.job import Job
@@ -162,13 +163,11 @@ def sample(
     asked = SampleOptions(
         samples_per_prompt=options.samples_per_prompt,
         max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
         slots=options.slots,
         refill=options.refill,
         prefill_columns=options.prefill_columns,
         lockstep=options.lockstep,
+        **decoding(job.config, job.tokenizer),
     )
     ids = [prompt.ids for prompt in prompts]
     seed = draw_seed(job, attempt)
@@ -180,9 +179,9 @@ def sample_greedily(job: Job, sampler: Sampler, params: Params, prompts: Sequenc
     options = job.config.rollout
     greedy = SampleOptions(
         max_new_tokens=options.max_new_tokens,
-        temperature=0.0,
         prefill_columns=options.prefill_columns,
         lockstep=options.lockstep,
+        **greedy_decoding(job.config, job.tokenizer),
     )
     ids = [prompt.ids for prompt in prompts]
     return sampler.generate(params, ids, greedy, seed=job.config.seed, step=0, width=job.prompt_width)
@@ -190,5 +189,6 @@ def sample_greedily(job: Job, sampler: Sampler, params: Params, prompts: Sequenc
 
 def grade(job: Job, prompts: Sequence[Prompt], rollout: Rollout) -> tuple[list[str], Scores]:
     """The completions as text, and their scores."""
-    responses = [Response(prompts[c.prompt], job.tokenizer.decode(c.ids), c.ids) for c in rollout.completions]
+    whole = job.config.rollout.include_stop_str_in_output
+    responses = [Response(prompts[c.prompt], text_of(c, job.tokenizer, whole), c.ids) for c in rollout.completions]
     return [response.text for response in responses], job.reward(responses)

@@ -42,7 +42,13 @@ class Job:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        return self.tokenizer.stop_ids | set(self.config.rollout.stop_token_ids)
+        own = frozenset() if self.config.rollout.ignore_eos else self.tokenizer.stop_ids
+        return own | set(self.config.rollout.stop_token_ids)
+
+    @property
+    def token_bytes(self) -> list[bytes]:
+        """What each id adds to the text, where stop strings need it."""
+        return self.tokenizer.token_bytes() if self.config.rollout.stop else []
 
     @property
     def prompt_width(self) -> int:
@@ -82,7 +88,7 @@ def build(config: Config) -> Job:
     reward.check_rows([prompt.row for prompt in (*train_prompts, *held_out)])
     teachers = build_teachers(taught, network, config.seed, tokenizer)
     job = Job(config, network, tokenizer, reward, train_prompts, held_out, task.name, teachers)
-    _check_stop_ids(job)
+    _check_decoding(job)
     check_ids(network, ((f"the prompt {prompt.text[:80]!r}", prompt.ids) for prompt in (*train_prompts, *held_out)))
     _check_lessons(job)
     if folder is not None:
@@ -100,8 +106,13 @@ def _setting(config: Config, tokenizer: Tokenizer, model: ModelConfig, prompts: 
     )
 
 
-def _check_stop_ids(job: Job) -> None:
+def _check_decoding(job: Job) -> None:
+    """The vocabulary holds all ids that rollout.* names, and stop strings can be found in its tokens."""
     size, folder = job.network.model.vocab_size, str(job.network.folder)
+    if outside := sorted(i for i in job.config.rollout.logit_bias if i >= size):
+        raise ValueError(f"rollout.logit_bias: ids {outside} are outside the model's vocabulary of {size}")
+    if job.config.rollout.stop:
+        job.tokenizer.token_bytes()
     for source, ids in (("rollout.stop_token_ids", job.config.rollout.stop_token_ids), (folder, job.stop_ids)):
         if outside := sorted(i for i in ids if i >= size):
             raise ValueError(f"{source}: stop ids {outside} are outside the model's vocabulary of {size}")

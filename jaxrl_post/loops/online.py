@@ -50,7 +50,8 @@ def run(config: Config) -> None:
         print(f"{run_dir} is at step {done} of {config.steps} already: give more `steps`, or another `run_dir`")
         return
     stream = PromptStream(job.train_prompts, config.data.prompts_per_step, config.seed, config.data.shuffle)
-    sampler = Sampler(job.network.graphdef, job.network.model, job.network.mesh, job.stop_ids)
+    network = job.network
+    sampler = Sampler(network.graphdef, network.model, network.mesh, job.stop_ids, job.token_bytes)
     teachers = Teachers(job.teachers)
     learner, gather = Learner(job, teachers), Gather(job, sampler, stream)
     critic = Critic(job, config.algorithm) if isinstance(config.algorithm, PPO) else None
@@ -77,7 +78,8 @@ def run(config: Config) -> None:
             state, learned = learner.learn(state, trajectories, phases)
             learned |= critic.learn(trajectories, phases) if critic else {}
 
-            advantages_N = np.array([np.mean(t.advantage) for t in trajectories])[samples.graded_N]
+            graded = zip(trajectories, samples.graded_N, strict=True)
+            advantages_N = np.array([np.mean(t.advantage) for t, yes in graded if yes])
             samples = samples.graded()
             metrics = {"training/global_step": step, **learned}
             metrics |= sample_metrics(
