@@ -167,7 +167,10 @@ def test_rows_are_dealt_evenly_to_the_shards():
         ({"tokens_per_microbatch": 4096}, PackShape(7, 576, 576, 2)),
         ({"share_prefix": False}, PackShape(8, 128, 128, 8)),
         ({"row_length": 320}, PackShape(3, 320, 320, 6)),  # 4 samples a row, 2 rows a group
-        ({"max_new_tokens": 256}, PackShape(3, 320, 320, 22)),  # a group is too long for one row: one sample
+        # A whole group is too long for a row: 3 rows of 3 samples take 2496 positions, 4 of 2 take 2304, 8 of 1 2560.
+        ({"max_new_tokens": 256}, PackShape(1, 576, 576, 32)),
+        # Attention costs as much as the rest at 50 positions: 8 rows of 128 (8·128·3.56) beat 4 of 192 (4·192·4.84).
+        ({"attention_length": 50.0}, PackShape(8, 128, 128, 8)),
         ({"tokens_per_microbatch": 130, "share_prefix": False}, PackShape(1, 128, 128, 64)),
         ({"max_prompt": 66, "tokens_per_microbatch": 135, "share_prefix": False}, PackShape(1, 135, 135, 64)),
         ({"tokens_per_microbatch": 4096, "batch_shards": 4}, PackShape(8, 576, 576, 1, 4)),
