@@ -14,11 +14,13 @@ import numpy as np
 from jaxrl_post.config import Config, JsonlTask
 from jaxrl_post.data.jsonl import Row, read_rows
 from jaxrl_post.data.prompts import prompt_of
+from jaxrl_post.loops.decoding import decoding, text_of
 from jaxrl_post.loops.policy import Policy
 from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.rollout.schedule import SampleOptions
-from jaxrl_post.rollout.stepper import Burst, Request, StepEngine
-from jaxrl_post.serving.detokenize import Detokenizer
+from jaxrl_post.rollout.step_records import Burst, Request
+from jaxrl_post.rollout.stepper import StepEngine
+from jaxrl_post.serving.answer import SampleText
 from jaxrl_post.types import Completion, Prompt, StopReason
 from launch.policy_source import read_policy
 from sharding.mesh import batch_shards
@@ -77,12 +79,12 @@ def _rows(asked: Asked) -> list[Row]:
 
 def _options(policy: Policy, asked: Asked) -> SampleOptions:
     """The recipe's rollout section, as training samples; what was typed goes before."""
-    config = policy.config
-    own = (
-        {"max_new_tokens": config.rollout.max_new_tokens, "temperature": config.rollout.temperature,
-         "top_k": config.rollout.top_k, "top_p": config.rollout.top_p, "slots": config.rollout.slots}
-        if isinstance(config, Config) else {"max_new_tokens": DEFAULT_TOKENS}
-    )  # fmt: skip
+    own: dict[str, Any] = {"max_new_tokens": DEFAULT_TOKENS}
+    if isinstance(policy.config, Config):
+        rollout = policy.config.rollout
+        own = decoding(policy.config, policy.tokenizer)
+        own |= {"ignore_eos": rollout.ignore_eos, "stop_ids": rollout.stop_token_ids}
+        own |= {"max_new_tokens": rollout.max_new_tokens, "slots": rollout.slots}
     typed = {"max_new_tokens": asked.max_tokens, "temperature": asked.temperature, "samples_per_prompt": asked.samples}
     options = SampleOptions(**(own | {key: value for key, value in typed.items() if value is not None}))
     for flag, value, least in (("--max-tokens", options.max_new_tokens, 1), ("--temperature", options.temperature, 0)):
@@ -93,7 +95,8 @@ def _options(policy: Policy, asked: Asked) -> SampleOptions:
 
 def _batch(policy: Policy, prompts: Sequence[Prompt], options: SampleOptions) -> list[Completion]:
     network = policy.network
-    sampler = Sampler(network.graphdef, network.model, network.mesh, policy.stop_ids)
+    token_bytes = policy.tokenizer.token_bytes() if options.stop else ()
+    sampler = Sampler(network.graphdef, network.model, network.mesh, policy.stop_ids, token_bytes)
     ids = [prompt.ids for prompt in prompts]
     return sampler.generate(policy.params, ids, options, seed=policy.config.seed, step=0).completions
 
@@ -104,20 +107,20 @@ def _stream(policy: Policy, prompt: Prompt, options: SampleOptions, out: IO[str]
     engine = StepEngine(
         network.graphdef, network.model, network.mesh, policy.stop_ids,
         slots=batch_shards(network.mesh), columns=len(ids) + limit,
+        token_bytes=policy.tokenizer.token_bytes() if options.stop else (),
     )  # fmt: skip
-    weights, text = engine.load(policy.params), Detokenizer(policy.tokenizer)
-    engine.insert(
-        engine.prefill(weights, ids), 0,
-        Request(limit, options.temperature, options.top_k, options.top_p, seed=policy.config.seed),
-    )  # fmt: skip
+    weights, text = engine.load(policy.params), SampleText(policy.tokenizer, options.stop, options.min_tokens)
+    request = Request(limit, options, seed=policy.config.seed)
+    engine.insert(engine.prefill(weights, ids), 0, request)
     bursts: list[Burst] = []
     while not bursts or bursts[-1].stop is None:
         bursts.append(engine.generate(weights)[0])
-        print(text.push(bursts[-1].ids.tolist()), end="", file=out, flush=True)
-    print(text.rest(), file=out, flush=True)
+        print(text.take(bursts[-1]).text, end="", file=out, flush=True)
+    print(file=out, flush=True)
     joined = lambda name: np.concatenate([getattr(burst, name) for burst in bursts])
-    reason = bursts[-1].stop or StopReason.LENGTH
-    return Completion(0, joined("ids"), joined("logp"), joined("raw_logp"), reason)
+    last = bursts[-1]
+    reason = last.stop or StopReason.LENGTH
+    return Completion(0, joined("ids"), joined("logp"), joined("raw_logp"), reason, last.stop_string)
 
 
 def _write(policy: Policy, rows: Sequence[Row], completions: Sequence[Completion], file: IO[str]) -> None:
@@ -125,7 +128,7 @@ def _write(policy: Policy, rows: Sequence[Row], completions: Sequence[Completion
         row = rows[completion.prompt]
         line: dict[str, Any] = {
             "prompt": row.get("prompt", row.get("messages")),
-            "completion": policy.tokenizer.decode(completion.ids),
+            "completion": text_of(completion, policy.tokenizer, with_stop_string=False),
             "ids": completion.ids.tolist(),
             "logp": completion.logp.tolist(),
             "stop": completion.stop.name.lower(),

@@ -12,7 +12,6 @@ from pathlib import Path
 from jaxrl_post.loops.policy import Policy
 from jaxrl_post.rollout.stepper import StepEngine
 from jaxrl_post.serving.openai_api import Served
-from jaxrl_post.serving.protocol import MOST_TOP
 from jaxrl_post.serving.scheduler import Scheduler
 from jaxrl_post.serving.server import application, listen, run
 from launch.policy_source import read_policy
@@ -66,7 +65,7 @@ def make_scheduler(policy: Policy, asked: Asked) -> Scheduler:
     engine = StepEngine(
         network.graphdef, network.model, network.mesh, policy.stop_ids,
         slots=-(-asked.slots // shards) * shards, columns=min(asked.context, network.model.max_positions),
-        steps=asked.steps, top=MOST_TOP,
+        steps=asked.steps,
     )  # fmt: skip
     return Scheduler(engine, engine.load(policy.params), max_queue=asked.max_queue)
 

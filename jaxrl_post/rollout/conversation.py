@@ -14,7 +14,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
-from jaxrl_post.rollout.stepper import Burst, Request, StepEngine, Weights
+from jaxrl_post.rollout.step_programs import Weights
+from jaxrl_post.rollout.step_records import Burst, Request
+from jaxrl_post.rollout.stepper import StepEngine
 from jaxrl_post.types import StopReason
 
 TURN_STRIDE = 0x85EBCA6B  # odd: the turns of a conversation have seeds of their own

@@ -8,7 +8,7 @@ import functools
 from collections.abc import AsyncIterator, Sequence
 
 from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.rollout.stepper import Burst, Request
+from jaxrl_post.rollout.step_records import Burst, Request
 from jaxrl_post.serving.detokenize import Detokenizer, StopText
 from jaxrl_post.serving.scheduler import Group, QueueFullError, Scheduler
 from jaxrl_post.types import StopReason
@@ -35,8 +35,9 @@ class Piece:
 class SampleText:
     """One sample's tokens so far, as far as they are text for the client."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], min_tokens: int):
         self._text, self._stop = Detokenizer(tokenizer), StopText(stop)
+        self._left = min_tokens  # tokens to come before stop strings are heeded
 
     def take(self, burst: Burst) -> Piece:
         """Up to the token that completes a stop string; what follows it does not count."""
@@ -44,7 +45,8 @@ class SampleText:
         for i, token in enumerate(burst.ids.tolist()):
             top = zip(burst.top_ids[i].tolist(), burst.top_logp[i].tolist(), strict=True)
             tokens.append(Token(token, float(burst.raw_logp[i]), tuple(top)))
-            text += self._stop.push(self._text.push([token]))
+            text += self._stop.push(self._text.push([token]), heeded=self._left <= 0)
+            self._left -= 1
             if self._stop.found is not None:
                 return Piece(text, tuple(tokens), "stop")
         if burst.stop is None:
@@ -81,7 +83,7 @@ class Answer:
             for ids, requests in prompts:
                 first = len(self._texts)
                 group = scheduler.submit(ids, requests, functools.partial(self._hear, first))
-                self._texts += [SampleText(tokenizer, stop) for _ in requests]
+                self._texts += [SampleText(tokenizer, stop, request.decoding.min_tokens) for request in requests]
                 self._groups |= {first + i: (group, i) for i in range(len(requests))}
         except (QueueFullError, ValueError):
             self.close()

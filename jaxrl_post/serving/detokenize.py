@@ -55,13 +55,15 @@ class StopText:
         self._strings, self._waiting = tuple(strings), ""
         self.found: str | None = None
 
-    def push(self, text: str) -> str:
-        """The text that no stop string can hold any more; nothing after one is found."""
+    def push(self, text: str, heeded: bool = True) -> str:
+        """The text that no stop string can hold any more; nothing after one is found. One completed while they are not
+        heeded is text like any other."""
         if self.found is not None:
             return ""
-        text = self._waiting + text
-        hits = [(at, -len(string), string) for string in self._strings if (at := text.find(string)) >= 0]
-        if hits:
+        old, text = len(self._waiting), self._waiting + text
+        found = lambda string: text.find(string, max(0, old - len(string) + 1))
+        hits = [(at, -len(string), string) for string in self._strings if (at := found(string)) >= 0]
+        if hits and heeded:
             at, _, self.found = min(hits)
             self._waiting = ""
             return text[:at]

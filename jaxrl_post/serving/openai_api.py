@@ -113,7 +113,8 @@ class Api:
             )  # fmt: skip
         began, columns = time.monotonic(), self._scheduler.engine.columns
         envelope = Envelope.new(form(self._served.tokenizer, asked.top), asked.model)
-        groups = [(ids, asked.requests(max(1, columns - len(ids)), default_limit)) for ids in prompts]
+        vocabulary = self._scheduler.engine.config.vocab_size
+        groups = [(ids, asked.requests(max(1, columns - len(ids)), default_limit, vocabulary)) for ids in prompts]
         try:
             answer = Answer(self._scheduler, self._served.tokenizer, groups, asked.stop_strings, self._served.seconds)
         except ValueError as error:

@@ -6,17 +6,16 @@ options beyond OpenAI's have vLLM's names.
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from jaxrl_post.rollout.stepper import Request
+from jaxrl_post.rollout.decoding import MOST_LOGPROBS, Decoding, check_ids
+from jaxrl_post.rollout.step_records import Request
 
 MOST_CHOICES = 128
-MOST_TOP = 20
 MOST_STOPS = 16
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -43,6 +42,14 @@ class Asked(BaseModel):
     temperature: float = Field(default=1.0, ge=0, le=100)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=-1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(default=1.0, gt=0, le=10)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
+    min_tokens: int = Field(default=0, ge=0)
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] = []
     seed: int | None = None
@@ -63,12 +70,30 @@ class Asked(BaseModel):
         """Likeliest tokens to report beside the sampled one's log-prob; None reports neither."""
         raise NotImplementedError
 
-    def requests(self, room: int, default_limit: int) -> list[Request]:
-        """One for each of the n samples. `room` is what a slot has left after the prompt."""
+    def requests(self, room: int, default_limit: int, vocab_size: int) -> list[Request]:
+        """One for each of the n samples. `room` is what a slot has left after the prompt. Raises: BadRequestError."""
         limit = self.limit or min(default_limit, room)
         seed = secrets.randbits(32) if self.seed is None else self.seed % 2**32
-        one = Request(limit, temperature=self.temperature, top_k=max(self.top_k, 0), top_p=self.top_p, seed=seed)
-        return [dataclasses.replace(one, id=i) for i in range(self.n)]
+        decoding = self.decoding(vocab_size)
+        return [Request(limit, decoding, id=i, seed=seed) for i in range(self.n)]
+
+    def decoding(self, vocab_size: int) -> Decoding:
+        """Stop strings are looked for in the text, where what may begin one has to wait anyway."""
+        bias = self._by_id(vocab_size)
+        _checked_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        return Decoding(
+            temperature=self.temperature, top_k=max(self.top_k, 0), top_p=self.top_p, min_p=self.min_p,
+            min_tokens=self.min_tokens, repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty, logit_bias=bias,
+            stop_ids=tuple(self.stop_token_ids), ignore_eos=self.ignore_eos, top_logprobs=self.top or 0,
+        )  # fmt: skip
+
+    def _by_id(self, vocab_size: int) -> tuple[tuple[int, float], ...]:
+        if words := [key for key in self.logit_bias if not key.isdecimal()]:
+            raise BadRequestError(f"logit_bias: {words[0]!r} is not the number of a token", "logit_bias")
+        bias = tuple((int(key), value) for key, value in self.logit_bias.items())
+        _checked_ids("logit_bias", [token for token, _ in bias], vocab_size)
+        return bias
 
     @property
     def limit(self) -> int | None:
@@ -82,7 +107,7 @@ class CompletionRequest(Asked):
         | Annotated[list[int], Field(min_length=1)]
         | Annotated[list[list[int]], Field(min_length=1)]
     )
-    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: Literal[False] = False
     best_of: int | None = None
     suffix: None = None
@@ -111,7 +136,7 @@ class ChatRequest(Asked):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
-    top_logprobs: int = Field(default=0, ge=0, le=MOST_TOP)
+    top_logprobs: int = Field(default=0, ge=0, le=MOST_LOGPROBS)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] = "auto"
     response_format: ResponseFormat | None = None
@@ -141,6 +166,13 @@ class ChatRequest(Asked):
             raise BadRequestError(f"chat_template_kwargs cannot hold {sorted(clash)}", "chat_template_kwargs")
         tools = self.tools if self.tool_choice == "auto" else None
         return self.chat_template_kwargs | ({"tools": tools} if tools else {})
+
+
+def _checked_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    try:
+        check_ids(field, ids, vocab_size)
+    except ValueError as error:
+        raise BadRequestError(str(error), field) from error
 
 
 def _plain(message: dict[str, Any], number: int) -> dict[str, Any]:

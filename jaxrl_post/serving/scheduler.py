@@ -12,7 +12,9 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from jaxrl_post.rollout.stepper import Burst, Prefix, Request, StepEngine, Weights
+from jaxrl_post.rollout.step_programs import Weights
+from jaxrl_post.rollout.step_records import Burst, Prefix, Request
+from jaxrl_post.rollout.stepper import StepEngine
 
 log = logging.getLogger(__name__)
 

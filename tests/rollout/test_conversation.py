@@ -11,7 +11,7 @@ from tiny_engine import engine, model, sampler
 
 from jaxrl_post.rollout.conversation import Ending, converse, turn_seed
 from jaxrl_post.rollout.schedule import SampleOptions
-from jaxrl_post.rollout.stepper import Request
+from jaxrl_post.rollout.step_records import Request
 from jaxrl_post.training.logprobs import token_logprobs
 from jaxrl_post.types import StopReason
 

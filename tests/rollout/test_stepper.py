@@ -7,22 +7,25 @@ import numpy as np
 import pytest
 from tiny_engine import CONFIG, engine, mesh_of, model, sampler
 
+from jaxrl_post.rollout.decoding import Decoding
 from jaxrl_post.rollout.schedule import SampleOptions
-from jaxrl_post.rollout.stepper import Request, StepEngine
+from jaxrl_post.rollout.step_records import Request
+from jaxrl_post.rollout.stepper import StepEngine
 from jaxrl_post.types import StopReason
 
 PROMPTS = [[5, 6, 7, 8], [9], list(range(1, 22)), [60, 61], [33, 34, 35], [71] * 9]
 LIMITS = [10, 3, 7, 10, 1, 10]
+GREEDY = Decoding(temperature=0.0)
 
 
 @functools.cache
-def expected(temperature=1.0, top_p=1.0):
-    options = SampleOptions(max_new_tokens=10, temperature=temperature, top_p=top_p)
+def expected(**decoding):
+    options = SampleOptions(max_new_tokens=10, **decoding)
     return sampler().generate(model()[1], PROMPTS, options, seed=3, step=2, limits=LIMITS).completions
 
 
-def request(i, **kw):
-    return Request(**({"limit": LIMITS[i], "id": i, "seed": 3, "step": 2} | kw))
+def request(i, limit=None, seed=3, **decoding):
+    return Request(LIMITS[i] if limit is None else limit, Decoding(**decoding), id=i, seed=seed, step=2)
 
 
 def collect(answers, of_slot, bursts):
@@ -65,9 +68,27 @@ def test_requests_in_any_slot_and_order_are_those_of_the_in_graph_engine(order):
     assert_equal(serve(*engine(), order), expected())
 
 
-@pytest.mark.parametrize("kw", [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.8}])
-def test_options_are_those_of_the_in_graph_engine(kw):
-    assert_equal(serve(*engine(), range(6), **kw), expected(**kw))
+OPTIONS = {
+    "greedy": {"temperature": 0.0, "top_logprobs": 3},
+    "cuts_bias_and_strings": {
+        "temperature": 0.7, "top_p": 0.9, "min_p": 0.001, "logit_bias": ((3, 2.0), (9, -3.0), (11, 1.0)),
+        "stop": ("ab", "q"),
+    },
+    "penalties_and_bans": {
+        "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.3, "min_tokens": 4,
+        "bad_words": ((5, 6), (44,)), "stop_ids": (11, 30, 31, 32, 33), "ignore_eos": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_are_those_of_the_in_graph_engine(name):
+    answers = serve(*engine(), range(6), **OPTIONS[name])
+    assert_equal(answers, expected(**OPTIONS[name]))
+    assert [bursts[-1].stop_string for _, bursts in sorted(answers.items())] == [
+        c.stop_string for c in expected(**OPTIONS[name])
+    ]
+    assert [c.ids.tolist() for c in expected(**OPTIONS[name])] != [c.ids.tolist() for c in expected()]
 
 
 def test_every_mesh_gives_the_same_ids():
@@ -75,12 +96,13 @@ def test_every_mesh_gives_the_same_ids():
 
 
 def test_the_likeliest_tokens_are_in_falling_order_and_hold_the_greedy_one():
-    answers = serve(*engine(), range(6), temperature=0.0)
+    answers = serve(*engine(), range(6), **OPTIONS["greedy"])
     for bursts in answers.values():
         top_ids, top_logp = together(bursts, "top_ids"), together(bursts, "top_logp")
         assert (top_ids[:, 0] == together(bursts, "ids")).all()
         np.testing.assert_allclose(top_logp[:, 0], together(bursts, "raw_logp"), atol=1e-5)
         assert (np.diff(top_logp, axis=1) <= 0).all()
+        assert top_ids.shape[1] == 3
 
 
 def test_a_long_prompt_is_prefilled_between_the_steps_of_a_running_slot():
@@ -120,12 +142,12 @@ def test_a_sequence_goes_on_after_appended_tokens_as_if_it_were_a_prompt():
     """At every length, so that pieces of all sizes end at the slot's last column."""
     made, weights = engine()
     turns = [(PROMPTS[2], 5), ([40, 41, 42], 4), ([50], 3), ([60] * 5, 2), ([], 2)]
-    made.insert(made.prefill(weights, turns[0][0]), 1, Request(turns[0][1], id=0, seed=0, temperature=0.0))
+    made.insert(made.prefill(weights, turns[0][0]), 1, Request(turns[0][1], GREEDY))
     ids = []
     for number, (appended, limit) in enumerate(turns):
         ids += appended
         if number:
-            made.extend(1, appended, Request(limit, seed=number, temperature=0.0))
+            made.extend(1, appended, Request(limit, GREEDY, seed=number))
             while not made.feed(weights, 1):
                 pass
         bursts = []
@@ -152,7 +174,7 @@ def test_pieces_fit_the_room_there_is():
 def test_compiles_are_few():
     made, _ = engine()
     assert made._programs.prefill._cache_size() <= 4
-    assert len(made._programs._decodes) <= 2
+    assert len(made._programs._decodes) <= 1 + len(OPTIONS)
 
 
 def test_bad_requests_are_refused_by_name():

@@ -58,6 +58,12 @@ def test_text_ends_before_the_first_stop_string_wherever_pieces_cut(text, string
         assert told == seen[: min(seen.find(s) for s in strings if s in seen)]
 
 
+def test_a_string_completed_before_it_is_heeded_is_text():
+    stop = StopText(["ab", "abc"])
+    told = [stop.push("a", heeded=False), stop.push("b", heeded=False), stop.push("x"), stop.push("a"), stop.push("bc")]
+    assert (told, stop.found) == (["", "", "abx", "", ""], "abc")
+
+
 @pytest.mark.parametrize(("text", "told"), [("xab", "x"), ("xa", "xa"), ("xaab", "xa")])
 def test_a_beginning_waits_until_it_is_decided(text, told):
     stop = StopText(["ab"])

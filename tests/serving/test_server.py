@@ -151,6 +151,23 @@ def test_stop_strings_end_the_text_before_them_wherever_tokens_cut_them(client):
         assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+def test_penalties_biases_and_bans_are_those_of_the_engine(client):
+    asked = {"model": NAME, "prompt": "Bias", "max_tokens": 10, "seed": 1}
+    only = client.completions.create(logit_bias={"65": 100, "66": 100}, **asked).choices[0].text
+    assert len(only) == 10
+    assert set(only) == {"A", "B"}
+    cold = client.completions.create(extra_body={"min_p": 1.0}, **asked).choices[0].text
+    assert cold == client.completions.create(temperature=0, **asked).choices[0].text
+    strong = {"logit_bias": {"65": 100}, "extra_body": {"repetition_penalty": 10.0}}
+    first, *rest = client.completions.create(temperature=0, **strong, **asked).choices[0].text
+    assert first == "A"
+    assert rest
+    ended = client.completions.create(extra_body={"stop_token_ids": [65]}, logit_bias={"65": 100}, **asked)
+    assert (ended.usage.completion_tokens, ended.choices[0].finish_reason) == (1, "stop")
+    late = client.completions.create(stop="A", logit_bias={"65": 100}, extra_body={"min_tokens": 4}, **asked)
+    assert late.choices[0].text == "AAAA"
+
+
 def test_a_seed_is_reproducible_and_none_is_fresh(client):
     asked = {"model": NAME, "prompt": "Seed", "max_tokens": 24}
     once, again = (client.completions.create(seed=-4, **asked).choices[0].text for _ in range(2))
@@ -177,6 +194,11 @@ def test_a_seed_is_reproducible_and_none_is_fresh(client):
         ({"prompt": "x" * COLUMNS}, "prompt"),
         ({"prompt": ""}, None),
         ({"stop": [""]}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"9999": 1}}, "logit_bias"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"extra_body": {"min_p": 2}}, "min_p"),
+        ({"extra_body": {"stop_token_ids": [-1]}}, "stop_token_ids"),
         ({"extra_body": {"beams": 3}}, "beams"),
     ],
 )

@@ -35,7 +35,7 @@ def sampler():
 def engine():
     network = policy().network
     made = StepEngine(
-        network.graphdef, network.model, network.mesh, policy().stop_ids, slots=SLOTS, columns=COLUMNS, steps=4, top=20
+        network.graphdef, network.model, network.mesh, policy().stop_ids, slots=SLOTS, columns=COLUMNS, steps=4
     )
     return made, made.load(policy().params)
 
