@@ -229,41 +229,34 @@ class Engine:
         queued_K = now & (request_K < self.N)
         admitted_K = queued_K & (requests.limits[known_K] > 0)
         logits_KV, history = self.decoder.logits(admission.last)[source_K], self._no_history(known_K)
-        before_K, last_K = self._before(known_K)
-        begins_K = admitted_K & (before_K == 0)
+        begins_K = admitted_K if requests.partial is None else admitted_K & (requests.partial.lengths[known_K] == 0)
         samples, drawn, history, done_K = self._next(state.samples, logits_KV, known_K, first_K, history, begins_K)
         request_K = jnp.where(admitted_K & ~done_K, request_K, self.N)
-        token_K = jnp.where(begins_K, drawn.token, last_K)
-        fresh = Slots(request_K, admission.row[source_K], jnp.maximum(before_K, 1), token_K, history)
+        fresh = Slots(request_K, admission.row[source_K], first_K + 1, drawn.token, history)
         to_K = jnp.where(queued_K, admission.slot, shape.slots)
-        state = self._caught_up(state, fresh, to_K)
+        state, fresh = self._going_on(state, fresh, known_K, to_K)
         return state._replace(
             slots=jax.tree.map(lambda old_S, new_K: old_S.at[to_K].set(new_K, mode="drop"), state.slots, fresh),
             queued=jnp.where(now, jnp.minimum(state.queued + shape.refill, self.N), state.queued),
             samples=samples._replace(refills=samples.refills + now),
         )
 
-    def _before(self, request_K: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """How many tokens of each request earlier rollouts sampled, and the last of them."""
-        begun = self.requests.partial
-        if begun is None:
-            return jnp.zeros_like(request_K), jnp.zeros_like(request_K)
-        before_K = begun.lengths[request_K]
-        return before_K, begun.tokens[request_K, jnp.maximum(before_K - 1, 0)]
-
-    def _caught_up(self, state: State, fresh: Slots, to_K: jax.Array) -> State:
-        """With keys and values, in the slots they are to have, of what earlier rollouts sampled of fresh requests."""
+    def _going_on(self, state: State, fresh: Slots, known_K: jax.Array, to_K: jax.Array) -> tuple[State, Slots]:
+        """Requests that an earlier rollout began, where it left them: the cache of slots `to` and what these hold."""
         begun, shape = self.requests.partial, self.shape
         if begun is None:
-            return state
-        known_K = jnp.minimum(fresh.request, self.N - 1)
-        count_K = jnp.where(fresh.request < self.N, jnp.maximum(begun.lengths[known_K] - 1, 0), 0)
+            return state, fresh
+        before_K, tokens_KR = begun.lengths[known_K], begun.tokens[known_K]
+        last_K = tokens_KR[jnp.arange(shape.refill), jnp.maximum(before_K - 1, 0)]
+        history = partial.remembered(self._no_history(known_K), tokens_KR, before_K, self.automaton)
         length_K = self.requests.lengths[known_K // shape.group]
-        who = partial.Returning(to_K, fresh.row, length_K, begun.tokens[known_K], count_K)
+        todo_K = jnp.where(fresh.request < self.N, jnp.maximum(before_K - 1, 0), 0)
+        who = partial.Returning(to_K, fresh.row, length_K, tokens_KR, todo_K)
         piece = min(shape.piece, shape.max_new)
         together = max(1, min(shape.refill, PREFILL_TOKENS // piece))
         cache = partial.catch_up(self.decoder, self.weights, state.cache, state.clock, who, piece, together)
-        return state._replace(cache=cache)
+        returning = fresh._replace(sampled=before_K, token=last_K, history=history)
+        return state._replace(cache=cache), partial.chosen(before_K > 0, returning, fresh)
 
     def _decode(self, tier: int, state: State) -> State:
         """One more token for every running slot, from the first tiers of the cache."""

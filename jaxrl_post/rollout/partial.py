@@ -24,7 +24,8 @@ from jax import lax
 
 from jaxrl_post.models.decoder import Decoder
 from jaxrl_post.rollout.cache import Cache, Caches, KeysValues, attend_parts
-from jaxrl_post.rollout.sampling import Features
+from jaxrl_post.rollout.logits import History, extend
+from jaxrl_post.rollout.stop_strings import Automaton
 from jaxrl_post.types import Completion, StopReason
 
 Of = Literal["samples", "groups"]
@@ -100,22 +101,6 @@ def quotas(live_N: np.ndarray, group: int, partial: Partial, replicas: int) -> n
     return np.array([math.ceil(round(x, 6)) for x in wanted], np.int32)
 
 
-def check_features(features: Features, top_logprobs: int) -> None:
-    """Raises: ValueError for options that remember more of a sequence than its tokens' keys and values."""
-    named = {
-        "repetition_penalty": features.repetition,
-        "presence_penalty or frequency_penalty": features.counted,
-        "bad_words": features.bad_words,
-        "stop strings": features.stop_strings,
-        "top_logprobs": top_logprobs > 0,
-    }
-    if used := [name for name, on in named.items() if on]:
-        raise ValueError(
-            f"rollout.partial does not go with {', '.join(used)}: what they remember of a sample does not outlast its "
-            "rollout; drop one or the other"
-        )
-
-
 def enough(begun: Begun, of: Of, group: int, limits_N: jax.Array, stops_N: jax.Array) -> jax.Array:
     """Whether a replica's rollout may stop, a bool scalar."""
     asked_N, finished_N = limits_N > 0, stops_N > 0
@@ -123,6 +108,18 @@ def enough(begun: Begun, of: Of, group: int, limits_N: jax.Array, stops_N: jax.A
     whole_P = done_N.reshape(-1, group).all(axis=1) & asked_N.reshape(-1, group).any(axis=1)
     finished = (asked_N & finished_N).sum() if of == "samples" else whole_P.sum()
     return (finished >= begun.quota[0]) & whole_P.any() & (done_N | ~begun.urgent).all()
+
+
+def remembered(history: History, tokens_KR: jax.Array, before_K: jax.Array, automaton: Automaton | None) -> History:
+    """What penalties and stop strings remember of sequences after the first `before` of these tokens."""
+
+    read = lambda j, history: chosen(j < before_K, extend(history, tokens_KR[:, j], automaton)[0], history)
+    return lax.fori_loop(0, before_K.max(), read, history)
+
+
+def chosen(first_K: jax.Array, one: Any, other: Any) -> Any:
+    """Rows of one tree of arrays or of the other."""
+    return jax.tree.map(lambda a, b: jnp.where(first_K.reshape(-1, *[1] * (a.ndim - 1)), a, b), one, other)
 
 
 class Returning(NamedTuple):

@@ -18,7 +18,7 @@ from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.rollout.decoding import Decoding, check, check_ids, sampling_arrays
 from jaxrl_post.rollout.engine import make_rollout
-from jaxrl_post.rollout.partial import Partial, check_features, with_versions
+from jaxrl_post.rollout.partial import Partial, with_versions
 from jaxrl_post.rollout.records import Requests, Samples, started
 from jaxrl_post.rollout.schedule import EngineShape, SampleOptions, cache_memory, engine_shape
 from jaxrl_post.rollout.stop_strings import Automaton, compile_strings, completed_by_last
@@ -102,8 +102,8 @@ class Sampler:
         shape = engine_shape(
             prompts_each, options, width, requests.options, self._config, self._memory, partial.of if partial else None
         )
-        if partial:
-            check_features(shape.features, shape.top_logprobs)
+        if partial and shape.top_logprobs:
+            raise ValueError(f"top_logprobs={shape.top_logprobs} of samples that go on are not kept: ask for 0")
         if shape not in self._compiled:
             log.info("rollout of %d prompts a replica: %s", prompts_each, shape.describe())
             self._compiled[shape] = make_rollout(self._graphdef, shape, self._mesh)

@@ -10,9 +10,12 @@ import pytest
 from flax import nnx
 
 from jaxrl_post.models.decoder import abstract
-from jaxrl_post.rollout.partial import Begun, Partial, Start, enough, quotas
+from jaxrl_post.rollout.logits import extend, no_history
+from jaxrl_post.rollout.partial import Begun, Partial, Start, enough, quotas, remembered
 from jaxrl_post.rollout.sampler import Sampler
+from jaxrl_post.rollout.sampling import Features, Sampling
 from jaxrl_post.rollout.schedule import SampleOptions
+from jaxrl_post.rollout.stop_strings import compile_strings
 from jaxrl_post.types import StopReason
 from sharding.placement import place, tree_shardings
 from sharding.rules import ROLLOUT
@@ -171,6 +174,23 @@ def test_quotas_count_what_each_replica_is_asked_for():
     assert quotas(np.ones(240, bool), 3, Partial(0.7, "samples", []), 1).tolist() == [168]  # 0.7 · 240 in floats: more
 
 
-def test_options_that_remember_a_sample_are_refused():
-    with pytest.raises(ValueError, match=r"rollout\.partial does not go with repetition_penalty"):
-        generate(fresh(), 0.5, repetition_penalty=1.2)
+def test_penalties_and_stop_strings_remember_what_was_sampled_before():
+    """As over one rollout: counts, the last tokens, and half a stop string, at the end of what an earlier one left."""
+    words = np.full((3, 1, 3), 1)
+    options = Sampling(*np.ones((3, 3)), min_p=np.ones(3), bad_words=words)
+    features = dataclasses.replace(
+        Features.of(Sampling(*np.zeros((3, 3)))), repetition=True, counted=True, bad_words=True, stop_strings=True
+    )
+    automaton = compile_strings(["cab"], [b"a", b"b", b"c", b"ca"])
+    empty = no_history(jnp.array([[0, 1], [2, 2], [3, 3]]), jnp.array([2, 1, 2]), options, features, 4, 8)
+    tokens, before = jnp.array([[0, 1, 2, 0], [2, 0, 9, 9], [9, 9, 9, 9]]), jnp.array([4, 2, 0])
+    found = remembered(empty, tokens, before, automaton)
+    np.testing.assert_array_equal(found.output, [[2, 1, 1, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
+    np.testing.assert_array_equal(found.recent, [[2, 0], [2, 0], [-1, -1]])
+    assert found.text[0] == found.text[1] != found.text[2] == 0
+    np.testing.assert_array_equal(extend(found, jnp.array([1, 1, 1]), automaton)[1], [1, 1, 0])
+
+
+def test_likeliest_tokens_are_refused():
+    with pytest.raises(ValueError, match=r"top_logprobs=2 of samples that go on"):
+        generate(fresh(), 0.5, top_logprobs=2)
