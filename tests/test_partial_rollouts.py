@@ -326,10 +326,11 @@ def test_without_learning_a_sample_is_the_same_in_one_step_or_over_several(tmp_p
 
 def test_a_critic_and_several_mini_batches_learn_from_the_groups_that_are_whole(tmp_path):
     recipe = ROOT / "configs" / "tiny" / "decoupled_ppo.yaml"
-    ragged = ["rollout.partial={finish_fraction: 0.5}", "rollout.stop_token_ids=[97, 98, 99, 100, 101, 102, 103, 104]"]
-    run(recipes.load(recipe, [f"run_dir={tmp_path}", *SMALL, "steps=2", *ragged]))
+    pairs = ["data.prompts_per_step=8", "rollout.samples_per_prompt=2", "rollout.partial={finish_fraction: 0.3}"]
+    ragged = [f"rollout.stop_token_ids={list(range(97, 127))}"]
+    run(recipes.load(recipe, [f"run_dir={tmp_path}", *SMALL, "steps=2", *pairs, *ragged]))
     for record in read_metrics(tmp_path / "metrics.jsonl"):
-        finished = 8 * record["training/partial/complete_groups"]
-        assert 0 < finished < 32
+        finished = 2 * record["training/partial/complete_groups"]
+        assert 0 < finished < 16
         assert record["training/trained_sequences"] == finished
         assert np.isfinite([record["critic/vf_loss"], record["actor/pg_loss"]]).all()
