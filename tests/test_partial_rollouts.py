@@ -328,9 +328,12 @@ def test_a_critic_and_several_mini_batches_learn_from_the_groups_that_are_whole(
     recipe = ROOT / "configs" / "tiny" / "decoupled_ppo.yaml"
     pairs = ["data.prompts_per_step=8", "rollout.samples_per_prompt=2", "rollout.partial={finish_fraction: 0.3}"]
     ragged = [f"rollout.stop_token_ids={list(range(97, 127))}"]
-    run(recipes.load(recipe, [f"run_dir={tmp_path}", *SMALL, "steps=2", *pairs, *ragged]))
-    for record in read_metrics(tmp_path / "metrics.jsonl"):
-        finished = 2 * record["training/partial/complete_groups"]
-        assert 0 < finished < 16
-        assert record["training/trained_sequences"] == finished
-        assert np.isfinite([record["critic/vf_loss"], record["actor/pg_loss"]]).all()
+    reward = "reward.function=jaxrl_post.rewards.text:distinct_fraction"
+    run(recipes.load(recipe, [f"run_dir={tmp_path}", *SMALL, "steps=3", reward, *pairs, *ragged]))
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    finished = [2 * record["training/partial/complete_groups"] for record in records]
+    trained = [record["training/trained_sequences"] for record in records]
+    assert all(0 < count < 16 for count in finished)
+    assert all(t in (0, f) for t, f in zip(trained, finished, strict=True)), "0 where all advantages are alike"
+    assert max(trained) > 0
+    assert np.isfinite([record["critic/vf_loss"] for record in records]).all()

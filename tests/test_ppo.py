@@ -79,7 +79,7 @@ def hidden_program():
     def hidden(params, tokens_1T, length):
         at_1T = np.arange(tokens_1T.shape[1], dtype=np.int32)[None]
         inside_1T = (at_1T < length).astype(np.int32)
-        return nnx.merge(job().graphdef, params).hidden(tokens_1T, at_1T, inside_1T, 0 * inside_1T)
+        return nnx.merge(job().network.graphdef, params).hidden(tokens_1T, at_1T, inside_1T, 0 * inside_1T)
 
     return jax.jit(hidden)
 
@@ -205,7 +205,9 @@ def saved(folder):
     whole = build(config)
     made = Critic(whole, config.algorithm)
     params = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), whole.abstract_params, whole.shardings("train")
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        whole.network.abstract_params,
+        whole.network.shardings(),
     )
     arrays, _ = Checkpointer(folder / "checkpoints", 2).restore(3, made.abstract_arrays() | {"params": params}, True)
     return jax.device_get(arrays)

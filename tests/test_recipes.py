@@ -163,8 +163,10 @@ def test_all_problems_are_reported_at_once(recipe):
 
 
 def test_every_synonym_points_at_a_key_that_exists(recipe):
+    offline = MODEL + "data: {path: rows.jsonl}\nalgorithm: {kind: dpo}\n"
     for target in SYNONYMS.values():
-        assert "no such key" not in refusal(recipe, MODEL, f"{target}={{wrong: type}}"), target
+        answers = [refusal(recipe, text, f"{target}={{wrong: type}}") for text in (MODEL, offline)]
+        assert not all(f"{target}: no such key" in answer for answer in answers), target
 
 
 # --- values that are not allowed

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 MOST_STRINGS = 32
@@ -31,8 +32,9 @@ class Automaton(NamedTuple):
 
 def read(automaton: Automaton, state_S: jax.Array, token_S: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The states after one more token each, int32 [S], and the strings it completes, uint32 [S]."""
-    class_S = automaton.class_V[token_S]
-    return automaton.after_AC[state_S, class_S], automaton.completed_AC[state_S, class_S]
+    class_V, after_AC, completed_AC = jax.tree.map(jnp.asarray, tuple(automaton))
+    class_S = class_V[token_S]
+    return after_AC[state_S, class_S], completed_AC[state_S, class_S]
 
 
 def compile_strings(strings: Sequence[str], token_bytes: Sequence[bytes]) -> Automaton:

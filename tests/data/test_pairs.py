@@ -71,7 +71,12 @@ def test_the_command_writes_both_files_or_nothing(run_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "why"), [("{", "no sample of a run: Expecting"), ("[1]", "lacks row"), ('{"row": {}, "stop": "stop"}', "lacks completion and reward")]
+    ("line", "why"),
+    [
+        ("{", "no sample of a run: Expecting"),
+        ("[1]", "lacks row"),
+        ('{"row": {}, "stop": "stop"}', "lacks completion and reward"),
+    ],
 )
 def test_a_line_that_is_no_sample_is_named(run_dir, line, why):
     (run_dir / "rollouts" / "step_000003.jsonl").write_text(line)
