@@ -1,10 +1,11 @@
 # Two commands on a fresh machine: `make quickstart` and `make test`. Both build the same .venv.
+# `make test` leaves out tests marked slow (whole runs that stop and resume, and the like); `make test-all` runs all.
 PYTHON ?= python3
 # The CPU wheel is enough: torch is only the foreign reference in tests.
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: quickstart test lint check clean
+.PHONY: quickstart test test-all lint check clean
 
 quickstart: .venv/run.stamp
 	$(BIN)/python -m launch fetch smollm2-135m
@@ -12,7 +13,11 @@ quickstart: .venv/run.stamp
 
 test: .venv/test.stamp lint
 	$(BIN)/python -m launch fetch smollm2-135m
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=15
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=15 -m 'not slow'
+
+test-all: .venv/test.stamp lint
+	$(BIN)/python -m launch fetch smollm2-135m
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=40
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .

@@ -606,6 +606,7 @@ def _user_module(tmp_path_factory):
     sys.path.remove(str(folder))
 
 
+@pytest.mark.slow
 def test_dapo_refills_its_steps_and_resumes_with_the_groups_it_carried(tmp_path):
     reward = "reward.function=tests_user:even_answers"
     straight = train("dapo", tmp_path / "straight", "steps=2", reward)
@@ -621,6 +622,7 @@ def test_dapo_refills_its_steps_and_resumes_with_the_groups_it_carried(tmp_path)
     assert dumped(tmp_path / "stopped", 2) == dumped(tmp_path / "straight", 2)
 
 
+@pytest.mark.slow
 def test_remax_compares_with_one_greedy_answer_a_prompt(tmp_path):
     records = train("remax", tmp_path, "steps=2")
     for step in (1, 2):
@@ -630,6 +632,7 @@ def test_remax_compares_with_one_greedy_answer_a_prompt(tmp_path):
     assert records[1]["actor/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_reinforce_plus_plus_keeps_its_adapted_kl_over_a_restart(tmp_path):
     kl = "algorithm.kl={coef: 0.5, target: 0.01, horizon: 100}"
     first = train("reinforce_plus_plus", tmp_path, "steps=1", kl)[0]
@@ -641,6 +644,7 @@ def test_reinforce_plus_plus_keeps_its_adapted_kl_over_a_restart(tmp_path):
     assert abs(second["actor/reward_kl_penalty"]) > 1e-4
 
 
+@pytest.mark.slow
 def test_gspo_runs_on_packed_sequences(tmp_path):
     corrected = "algorithm.correction={kind: sequence_tis}"
     records = train("gspo", tmp_path, "steps=2", "algorithm.old_logprobs=trainer", corrected)
@@ -650,6 +654,7 @@ def test_gspo_runs_on_packed_sequences(tmp_path):
     np.testing.assert_allclose(records[0]["rollout_corr/rollout_is_mean"], 1.0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_users_loss_is_the_loss(tmp_path):
     custom = ["algorithm.function=tests_user:reinforce", "algorithm.options={scale: 2.0}"]
     record = train("custom", tmp_path, "steps=1", *custom)[0]

@@ -136,6 +136,7 @@ def saved(folder, step):
     return jax.device_get(arrays)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
     """Two teachers by tag come back from the recipe alone."""
     steady = lambda records: [

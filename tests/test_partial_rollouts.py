@@ -283,6 +283,7 @@ def test_a_run_trains_on_whole_groups_of_several_policies(straight):
     assert [abs(r["rollout_corr/kl"]) > 1e-3 for r in records] == stale
 
 
+@pytest.mark.slow
 def test_killed_and_run_again_equals_never_stopped(tmp_path, straight):
     """SIGKILL in step 3 or 4 of a process of its own, resumed here."""
     folder, records = straight
@@ -311,6 +312,7 @@ def test_awaiting_everything_is_a_run_without_partial_rollouts_bit_for_bit(tmp_p
         assert mine == rollouts(folder, step)
 
 
+@pytest.mark.slow
 def test_without_learning_a_sample_is_the_same_in_one_step_or_over_several(tmp_path, off):
     """The prompts of step 1 have the same keys in both runs."""
     train(tmp_path, "steps=3", "optimizer.learning_rate=0", "rollout.partial.finish_fraction=0.5", "checkpoint.every=0")
@@ -324,6 +326,7 @@ def test_without_learning_a_sample_is_the_same_in_one_step_or_over_several(tmp_p
         assert (s["stop"], s["reward"]) == (in_one_go["stop"], in_one_go["reward"])
 
 
+@pytest.mark.slow
 def test_a_critic_and_several_mini_batches_learn_from_the_groups_that_are_whole(tmp_path):
     recipe = ROOT / "configs" / "tiny" / "decoupled_ppo.yaml"
     pairs = ["data.prompts_per_step=8", "rollout.samples_per_prompt=2", "rollout.partial={finish_fraction: 0.3}"]

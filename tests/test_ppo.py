@@ -213,6 +213,7 @@ def saved(folder):
     return jax.device_get(arrays)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
     straight = train(tmp_path / "straight", 3)
     train(tmp_path / "halves", 2)

@@ -113,6 +113,7 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path):
         np.testing.assert_array_equal(one[name], other[name])
 
 
+@pytest.mark.slow
 def test_a_reward_model_learns_the_pairs_and_scores_them_afterwards(tmp_path):
     records = train("reward_model", tmp_path, "steps=24", "optimizer.learning_rate=3e-3")
     assert records[-1]["loss"] < 0.3 < records[0]["loss"]

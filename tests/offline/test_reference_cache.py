@@ -46,6 +46,7 @@ def assert_same(records, others):
             np.testing.assert_allclose(value, other[name], rtol=2e-5, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_run_with_kept_scores_is_the_run_with_a_reference(tmp_path, capsys, monkeypatch):
     """A resumed one does not even load the reference."""
     whole = train(tmp_path / "whole", "steps=2")

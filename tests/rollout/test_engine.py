@@ -145,9 +145,7 @@ def test_the_decode_loops_copy_no_chunk_of_the_cache():
         requests = sampler()._requests(PROMPTS, options, 8, 0, None, None)
         shape = engine_shape(5, options, 8, requests.options, CONFIG, 1e9)
         shape = dataclasses.replace(shape, unrolled=unrolled, chunks=(3, 7), drain=(10,))
-        program = make_rollout(model()[0], shape, mesh_of()).lower(
-            model()[1], requests, None, np.int32(0)
-        )
+        program = make_rollout(model()[0], shape, mesh_of()).lower(model()[1], requests, None, np.int32(0))
         bodies = re.findall(r"^%[^\n]*region[^\n]*\{\n(.*?)^\}", program.compile().as_text(), re.S | re.M)
         decoding = [body for body in bodies if "dynamic-update-slice" in body or "dynamic_update_slice" in body]
         assert decoding

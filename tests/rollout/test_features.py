@@ -67,6 +67,7 @@ def same(a, b):
         np.testing.assert_array_equal(x.top_ids, y.top_ids)
 
 
+@pytest.mark.slow
 def test_slots_and_refills_change_nothing_with_every_feature_on():
     options = SampleOptions(samples_per_prompt=GROUP, max_new_tokens=LIMIT, slots=3, refill=1)
     same(generate(options).completions, base())

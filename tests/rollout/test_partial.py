@@ -129,6 +129,7 @@ def full_logp(weights, prompt, ids):
     return z[np.arange(len(ids)), ids] - np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1)) - z.max(-1)
 
 
+@pytest.mark.slow
 def test_each_replica_stops_by_its_own_count_or_with_the_last_in_lockstep():
     """Two groups a replica: the first has one of twelve tokens at most, the second none below the limit."""
     two = {"devices": 2, "axes": (("data", 2),)}

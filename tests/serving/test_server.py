@@ -113,6 +113,7 @@ def test_streams_add_up_to_the_whole_answer(client):
     assert reasons == [c.finish_reason for c in whole.choices]
 
 
+@pytest.mark.slow
 def test_logprobs_are_the_models(client):
     [reference] = expected("Log", 6, seed=2)
     answer = client.completions.create(model=NAME, prompt="Log", max_tokens=6, seed=2, logprobs=3)
@@ -151,6 +152,7 @@ def test_stop_strings_end_the_text_before_them_wherever_tokens_cut_them(client):
         assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_penalties_biases_and_bans_are_those_of_the_engine(client):
     asked = {"model": NAME, "prompt": "Bias", "max_tokens": 10, "seed": 1}
     only = client.completions.create(logit_bias={"65": 100, "66": 100}, **asked).choices[0].text

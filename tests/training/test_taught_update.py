@@ -216,6 +216,7 @@ class Updater:
         return jax.device_get(state.params), jax.device_get(metrics), n_micro
 
 
+@pytest.mark.slow
 def test_splits_packing_and_meshes_change_nothing():
     """The second teacher is the student itself, of which no gradient may flow through the teacher's side."""
     one = Updater(ONE, make_mesh({}, jax.devices()[:1]))
