@@ -1,11 +1,10 @@
 """Tokens a second of the rollout engine on one small, fixed workload; prints one line of JSON.
 
-    python benchmarks/rollout.py {fixed|ragged} [--timed 3] [--slots N] [--refill N]
+    python benchmarks/rollout.py {fixed|ragged} [--timed 3] [--slots N] [--refill N] [--vllm PYTHON]
 
-A Llama of 5.25M parameters in float32, 32 prompts of 8 to 32 tokens, 8 samples of each, at most 96 new tokens,
-temperature 1. `fixed`: nobody stops early. `ragged`: a chance of about 1/30 to stop at every token, so that lengths
-are geometric. The chance is in the weights: hidden dim 0 keeps the embedding's constant, since no layer writes to it,
-and the head's column 0 is then a bias of the logits. The same weights can be run by any other engine.
+Temperature 1; see `workload.py`. `--vllm` names a Python that has vLLM (its CPU build on a CPU): the same model folder
+and prompts are given to it after ours is done, in a process of its own, and the ratio is printed (above 1: ours is
+faster).
 
 `tokens_per_s` counts the sampled tokens over the whole call; `cpu_s` is the CPU time of the process a step, the figure
 that a busy neighbour disturbs least. `matmul_tokens_per_s` is the limit set by the weights' matmuls alone: as many
@@ -18,23 +17,19 @@ import argparse
 import json
 import resource
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from workload import CONFIG, GROUP, LONGEST, MAX_NEW, PROMPTS, STOP, STOP_BIAS, prompts, weights, write_workload
 
-from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.decoder import Params, abstract
+from jaxrl_post.models.decoder import abstract
 from jaxrl_post.rollout.sampler import Rollout, SampleOptions, Sampler
 from sharding.mesh import make_mesh
-
-CONFIG = ModelConfig("llama", 2048, 256, 768, 6, 8, 4, 32, max_positions=512, tie_embeddings=True)
-PROMPTS, GROUP, SHORTEST, LONGEST, MAX_NEW = 32, 8, 8, 32, 96
-PAD, UNKNOWN, STOP, SEED = 0, 1, 2, 20261130
-NEVER = -45.0
-STOP_BIAS = {"fixed": NEVER, "ragged": 9.1748}  # ragged: found by bisection for a mean P(stop) of 1/30
 
 
 def main() -> None:
@@ -43,12 +38,27 @@ def main() -> None:
     parser.add_argument("--timed", type=int, default=3, help="timed rollouts, after one to warm up")
     parser.add_argument("--slots", type=int, help="sequences decoded at once; default: the engine's choice")
     parser.add_argument("--refill", type=int, help="free slots awaited before a refill; default: the engine's choice")
+    parser.add_argument("--vllm", metavar="PYTHON", help="also run vLLM with this Python")
     options = parser.parse_args()
     asked = SampleOptions(GROUP, MAX_NEW, slots=options.slots, refill=options.refill)
     sampler = Sampler(abstract(CONFIG)[0], CONFIG, make_mesh({}, jax.devices()[:1]), {STOP})
     params = weights(STOP_BIAS[options.workload])
     rollout = lambda step: sampler.generate(params, prompts(), asked, seed=0, step=step, width=LONGEST)
-    print(json.dumps({"workload": options.workload} | measure(rollout, options.timed)))
+    ours = measure(rollout, options.timed)
+    print(json.dumps({"workload": options.workload, "system": "jaxrl_post"} | ours))
+    if options.vllm:
+        theirs = run_vllm(options)
+        print(json.dumps({"workload": options.workload} | theirs))
+        print(f"ours / vLLM: {ours['tokens_per_s'] / theirs['tokens_per_s']:.2f}× tokens a second")
+
+
+def run_vllm(options: argparse.Namespace) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as scratch:
+        write_workload(Path(scratch), options.workload)
+        script = Path(__file__).parent / "peer_vllm.py"
+        command = [options.vllm, str(script), scratch, f"--timed={options.timed}"]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(rollout: Callable[[int], Rollout], timed: int) -> dict[str, float | list[int]]:
@@ -100,30 +110,6 @@ def _product_s(rows: int, inner: int, columns: int, repeats: int = 30) -> float:
     for _ in range(repeats):
         product(x, w).block_until_ready()
     return (time.perf_counter() - start) / repeats
-
-
-def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(SEED + 1)
-    lengths = (int(rng.integers(SHORTEST, LONGEST + 1)) for _ in range(PROMPTS))
-    return [rng.integers(STOP + 1, CONFIG.vocab_size, length).tolist() for length in lengths]
-
-
-def weights(stop_bias: float) -> Params:
-    """Normal with deviation 0.02, but for what keeps hidden dim 0 constant and turns it into a bias of the logits."""
-    rng = np.random.default_rng(SEED)
-    _, shapes, _ = abstract(CONFIG)
-
-    def weight(path: tuple, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        if "norm" in jax.tree_util.keystr(path):
-            return np.ones(leaf.shape, np.float32)
-        return 0.02 * rng.standard_normal(leaf.shape, np.float32)
-
-    params = jax.tree_util.tree_map_with_path(weight, shapes)
-    params["layers"]["o"][..., 0] = params["layers"]["down"][..., 0] = 0.0
-    params["embed"][:, 0] = 0.1
-    params["embed"][[PAD, UNKNOWN], 0] = NEVER
-    params["embed"][STOP, 0] = stop_bias
-    return jax.tree.map(jnp.asarray, params)
 
 
 if __name__ == "__main__":

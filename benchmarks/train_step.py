@@ -1,4 +1,4 @@
-"""Seconds of a whole training step on the small, fixed workload of `rollout.py`, ours and TRL's in one go.
+"""Seconds of a whole training step on the small, fixed workload of `workload.py`, ours and TRL's in one go.
 
     python benchmarks/train_step.py {grpo|dpo} {fixed|ragged} [--timed 3] [--trl PYTHON [--trl-batch 64]]
 
@@ -20,13 +20,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import yaml
 from quickstart_vs_torch import timed
-from rollout import CONFIG, GROUP, LONGEST, MAX_NEW, PROMPTS, SEED, STOP, STOP_BIAS, prompts, weights
+from workload import GROUP, LONGEST, MAX_NEW, PAIR_ANSWER, PAIR_PROMPT, PAIRS, PROMPTS, STOP_BIAS, write_workload
 
 HERE = Path(__file__).parent
-PAIRS, PAIR_PROMPT, PAIR_ANSWER = 32, 32, 96
 OPTIMIZER = {"learning_rate": 1e-5, "weight_decay": 0.0}
 
 
@@ -50,42 +48,6 @@ def main() -> None:
     if options.trl:
         print(f"TRL / ours: {results[1]['step_s'] / results[0]['step_s']:.2f}× in wall time, "
               f"{results[1]['cpu_s'] / results[0]['cpu_s']:.2f}× in CPU time")  # fmt: skip
-
-
-def write_workload(folder: Path, workload: str) -> None:
-    """A Hugging Face folder `model`, prompts.jsonl and pairs.jsonl; a token is a word w3, w4, …."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    from jaxrl_post.models.huggingface_export import save_params
-
-    names = ["<pad>", "<unk>", "<eos>"]
-    words = names + [f"w{i}" for i in range(len(names), CONFIG.vocab_size)]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(names)
-    files = folder / "files"
-    files.mkdir()
-    tokenizer.save(str(files / "tokenizer.json"))
-    flags = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>"}
-    (files / "tokenizer_config.json").write_text(json.dumps(flags | {"unk_token": "<unk>", "padding_side": "left"}))
-    (files / "generation_config.json").write_text(json.dumps({"eos_token_id": STOP, "pad_token_id": 0}))
-    save_params(folder / "model", weights(STOP_BIAS[workload]), CONFIG, files)
-    _write_rows(folder / "prompts.jsonl", [{"prompt": text(ids)} for ids in prompts()])
-    _write_rows(folder / "pairs.jsonl", pairs())
-
-
-def pairs() -> list[dict[str, str]]:
-    """Prompt and answers of equal lengths; the end token that closes an answer is its 96th."""
-    rng = np.random.default_rng(SEED + 2)
-    words = lambda count: text(rng.integers(STOP + 1, CONFIG.vocab_size, count).tolist())
-    return [
-        {"prompt": words(PAIR_PROMPT), "chosen": words(PAIR_ANSWER - 1), "rejected": words(PAIR_ANSWER - 1)}
-        for _ in range(PAIRS)
-    ]
-
-
-def text(ids: list[int]) -> str:
-    return " ".join(f"w{i}" for i in ids)
 
 
 def even_share(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
@@ -143,10 +105,6 @@ def run_trl(folder: Path, options: argparse.Namespace) -> dict[str, object]:
     command += [f"--timed={options.timed}", f"--batch={options.trl_batch}"]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":
