@@ -14,6 +14,10 @@ from jaxrl_post.config_optimizer import Optimizer
 class CriticOptions(Optimizer):
     """The critic's own optimizer and loss; its epochs, mini-batches and reduction are the policy's."""
 
+    decoder: Literal["own", "shared"] = "own"
+    """What the value head reads: a decoder of its own, which begins as a copy of the policy and learns with the head,
+    or the policy's as it is at the moment, which the value loss does not move: no second model in memory.
+    """
     learning_rate: NonNegative = 1e-5
     value_clip: Positive | None = 0.5
     """How far from its value at sampling time a token's value may move and still be paid for; null does not clip.
@@ -23,7 +27,7 @@ class CriticOptions(Optimizer):
 
 
 class PPO(Clipped):
-    """PPO (arXiv:1707.06347) with GAE (arXiv:1506.02438): a second decoder, the critic, values every token."""
+    """PPO (arXiv:1707.06347) with GAE (arXiv:1506.02438): a critic, by default a second decoder, values every token."""
 
     compares_samples: ClassVar[bool] = False
     kind: Literal["ppo"]

@@ -85,8 +85,11 @@ def hidden_program():
 
 
 def reference_values(made, t):
+    return values_of(made.arrays()["critic"]["params"], t)
+
+
+def values_of(params, t):
     """float64 [n + 1], from a row that holds this sample alone: of each token's state, and of the one after."""
-    params = made.arrays()["critic"]["params"]
     ids = [*t.prompt_ids, *t.response_ids]
     tokens_1T = np.zeros((1, 16), np.int32)
     tokens_1T[0, : len(ids)] = ids
@@ -111,7 +114,7 @@ def whitened(rows):
 @pytest.mark.parametrize("bootstrap", [False, True])
 def test_a_step_of_credit_equals_separate_rows_in_float64(bootstrap):
     made = critic(bootstrap)
-    assigned, metrics = made.assign(TRAJECTORIES, REWARDS, PENALTY, TRUNCATED, Phases())
+    assigned, metrics = made.assign(TRAJECTORIES, REWARDS, PENALTY, TRUNCATED, None, Phases())
     values, advantages = {}, {}
     for i in LIVE:
         values[i] = reference_values(made, TRAJECTORIES[i])
@@ -150,10 +153,10 @@ def test_a_value_after_the_end_counts_only_where_the_response_was_cut():
 
 def test_the_value_loss_is_measured_from_the_values_at_sampling_time():
     made = critic()
-    assigned, _ = made.assign(TRAJECTORIES, REWARDS, PENALTY, TRUNCATED, Phases())
+    assigned, _ = made.assign(TRAJECTORIES, REWARDS, PENALTY, TRUNCATED, None, Phases())
     live = [assigned[i] for i in LIVE]
     old, target = (np.concatenate([getattr(t, name) for t in live]).astype(float) for name in ("value", "value_target"))
-    first = made.learn(assigned, Phases())
+    first = made.learn(assigned, None, Phases())
     np.testing.assert_allclose(first["critic/vf_loss"], ((old - target) ** 2 / 2).mean(), rtol=1e-4)
     np.testing.assert_allclose(first["critic/vpred_mean"], old.mean(), rtol=1e-4, atol=1e-6)
     assert first["critic/vf_clipfrac"] == 0
@@ -161,7 +164,7 @@ def test_the_value_loss_is_measured_from_the_values_at_sampling_time():
     moved = np.concatenate([reference_values(made, t)[:-1] for t in live])
     clipped = np.clip(moved, old - CLIP, old + CLIP)
     worse = (clipped - target) ** 2 > (moved - target) ** 2
-    second = made.learn(assigned, Phases())
+    second = made.learn(assigned, None, Phases())
     assert 0 < worse.sum() < len(worse)
     expected = np.maximum((moved - target) ** 2, (clipped - target) ** 2).mean() / 2
     np.testing.assert_allclose(second["critic/vf_loss"], expected, rtol=1e-3)
@@ -173,8 +176,8 @@ def test_a_critic_begins_at_zero_and_learns_a_constant_reward():
     made.start(initial_params(job().network, job().config.seed))
     losses = []
     for _ in range(15):
-        assigned, metrics = made.assign(TRAJECTORIES, np.ones(6, np.float32), None, TRUNCATED, Phases())
-        losses.append(made.learn(assigned, Phases())["critic/vf_loss"])
+        assigned, metrics = made.assign(TRAJECTORIES, np.ones(6, np.float32), None, TRUNCATED, None, Phases())
+        losses.append(made.learn(assigned, None, Phases())["critic/vf_loss"])
         if len(losses) == 1:
             assert metrics["critic/values/max"] == metrics["critic/values/min"] == 0
     assert losses[-1] < 0.6 * losses[0]
@@ -183,10 +186,45 @@ def test_a_critic_begins_at_zero_and_learns_a_constant_reward():
 def test_a_step_without_a_single_reward_leaves_the_weights():
     made = critic()
     before = jax.device_get(made.arrays()["critic"]["params"])
-    assigned, metrics = made.assign(TRAJECTORIES, np.full(6, np.nan, np.float32), None, TRUNCATED, Phases())
+    assigned, metrics = made.assign(TRAJECTORIES, np.full(6, np.nan, np.float32), None, TRUNCATED, None, Phases())
     assert metrics == {}
-    assert made.learn(assigned, Phases()) == {}
+    assert made.learn(assigned, None, Phases()) == {}
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(made.arrays()["critic"]["params"]))
+
+
+def test_a_head_on_the_policys_decoder_values_and_learns_without_moving_it():
+    shared = build(recipes.load(RECIPE, [*ONE_DEVICE, *SMALL, "algorithm.critic.decoder=shared"]))
+    made = Critic(shared, shared.config.algorithm)
+    policy = initial_params(shared.network, shared.config.seed)
+    before = jax.device_get(policy)
+    made.start(policy)
+    arrays = made.arrays()
+    assert set(arrays["critic"]["params"]) == {"head"}, "no second decoder, and none in a checkpoint"
+    weight = arrays["critic"]["params"]["head"]["weight"]
+    drawn = 0.3 * np.random.default_rng(0).standard_normal(weight.shape).astype(np.float32)
+    arrays["critic"]["params"]["head"]["weight"] = jax.device_put(drawn, weight.sharding)
+    made.restore(arrays)
+
+    assigned, _ = made.assign(TRAJECTORIES, REWARDS, PENALTY, TRUNCATED, policy, Phases())
+    whole = {"decoder": policy, "head": {"weight": drawn}}
+    for i in LIVE:
+        expected = values_of(whole, TRAJECTORIES[i])[:-1]
+        np.testing.assert_allclose(assigned[i].value, expected, rtol=2e-4, atol=1e-5)
+    losses = [made.learn(assigned, policy, Phases())["critic/vf_loss"] for _ in range(3)]
+    assert losses[2] < losses[0]
+    assert not np.array_equal(made.arrays()["critic"]["params"]["head"]["weight"], drawn)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(policy))
+
+
+def test_a_run_with_a_shared_decoder_learns_and_goes_on_from_its_checkpoint(tmp_path):
+    shared = "algorithm.critic={decoder: shared, learning_rate: 3e-3}"
+    for steps in (1, 2):
+        run(recipes.load(RECIPE, [f"run_dir={tmp_path}", f"steps={steps}", *ONE_DEVICE, *SMALL, shared]))
+    records = [r for r in read_metrics(tmp_path / "metrics.jsonl") if r["step"] > 0]
+    assert [r["step"] for r in records] == [1, 2]
+    assert records[0]["critic/values/max"] == records[0]["critic/values/min"] == 0
+    assert records[1]["critic/values/max"] > records[1]["critic/values/min"]
+    assert all(r["critic/grad_norm"] > 0 for r in records)
 
 
 # ------------------------------------------------------------------------------------------------------ whole runs

@@ -54,8 +54,8 @@ class Signals(NamedTuple):
 
 
 Estimate = Callable[[Signals], jax.Array]  # -> advantages float32 [N], or [N, R]
-# (trajectories without advantages, signals) -> with them, and metrics
-Assign = Callable[[Sequence[Trajectory], Signals, Phases], tuple[list[Trajectory], Metrics]]
+# (trajectories without advantages, signals, the policy) -> with them, and metrics
+Assign = Callable[[Sequence[Trajectory], Signals, TrainState, Phases], tuple[list[Trajectory], Metrics]]
 
 
 class Credit:
@@ -87,7 +87,7 @@ class Credit:
         greedy_N = self._greedy_rewards(samples, params, phases)
         penalty_NR, metrics = self._kl_penalty(bare, state, phases)
         signals = self._signals(samples, greedy_N, penalty_NR)
-        trajectories, assigned = self._assign(bare, signals, phases)
+        trajectories, assigned = self._assign(bare, signals, state, phases)
         if self._taught:
             trajectories, measured = self._taught.assign(trajectories, state, phases)
             assigned |= measured
@@ -177,13 +177,17 @@ class Credit:
 
 
 def _by_critic(critic: Critic) -> Assign:
-    return lambda bare, s, phases: critic.assign(bare, s.reward_N, s.penalty_NR, s.truncated_N, phases)
+    return lambda bare, s, state, phases: critic.assign(
+        bare, s.reward_N, s.penalty_NR, s.truncated_N, state.params, phases
+    )
 
 
 def _by_estimate(algorithm: PolicyMethod, max_new_tokens: int) -> Assign:
     estimate = jax.jit(estimator(algorithm, max_new_tokens))
 
-    def assign(bare: Sequence[Trajectory], signals: Signals, phases: Phases) -> tuple[list[Trajectory], Metrics]:
+    def assign(
+        bare: Sequence[Trajectory], signals: Signals, _: TrainState, phases: Phases
+    ) -> tuple[list[Trajectory], Metrics]:
         with phases("adv"):
             advantages_N = np.asarray(estimate(signals))
             rows = zip(bare, advantages_N, strict=True)

@@ -48,16 +48,18 @@ class Scores(NamedTuple):
 
 
 class Critic:
-    """A second decoder with a scalar head, its optimizer and its programs. It holds its state, which `learn` moves."""
+    """A scalar head on a decoder, its optimizer and its programs. It holds its state, which `learn` moves.
+
+    The decoder is its own, or the policy's of the moment: `policy` are the policy's parameters, in the training layout.
+    """
 
     def __init__(self, job: Job, algorithm: PPO):
         """Holds no weights yet. Raises: ValueError when a row cannot hold what bootstrapping adds to a sample."""
         self._job, self._algorithm = job, algorithm
-        self._abstract_params = {
-            "decoder": job.network.abstract_params,
-            "head": scalar_head.abstract_head(job.network.model),
-        }
-        axes = {"decoder": job.network.axes, "head": scalar_head.AXES}
+        self._abstract_params = {"head": scalar_head.abstract_head(job.network.model)}
+        axes, held = {"head": scalar_head.AXES}, {"decoder": job.network.shardings()}
+        if self._owns_decoder:
+            self._abstract_params["decoder"], axes["decoder"], held = job.network.abstract_params, job.network.axes, {}
         updates = algorithm.epochs * algorithm.mini_batches
         self._optimizer = make_optimizer(algorithm.critic, job.config.steps, updates)
         self._shardings = state_shardings(self._abstract_params, axes, self._optimizer, job.network.mesh)
@@ -66,23 +68,32 @@ class Critic:
         self._batch_shardings = batch_shardings(self.shape, job.network.mesh)
         values = token_values(job.network.graphdef, self._batch_shardings)
         self._values = make_values(
-            values, params_shardings=self._shardings.params, batch_shardings=self._batch_shardings
+            values, params_shardings=self._shardings.params | held, batch_shardings=self._batch_shardings
         )
         self._update = make_critic_update(
             values,
             self._optimizer,
             value_clip=algorithm.critic.value_clip,
             shardings=self._shardings,
+            held_shardings=held,
             batch_shardings=self._batch_shardings,
         )
         self._credit = jax.jit(functools.partial(credit_tokens, gamma=algorithm.gamma, lam=algorithm.lam))
         self._state: TrainState | None = None
 
     def start(self, params: Params) -> None:
-        """Begin with a copy of the policy's decoder and a head of zeros: no state is worth anything yet."""
-        decoder = reshard(params, self._shardings.params["decoder"])
+        """Begin with a head of zeros, as no state is worth anything yet; a decoder of its own is a copy of `params`."""
         head = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._abstract_params["head"])
-        self._state = init_state({"decoder": decoder, "head": head}, self._optimizer, self._shardings)
+        own = {"decoder": reshard(params, self._shardings.params["decoder"])} if self._owns_decoder else {}
+        self._state = init_state({"head": head} | own, self._optimizer, self._shardings)
+
+    @property
+    def _owns_decoder(self) -> bool:
+        return self._algorithm.critic.decoder == "own"
+
+    def _held(self, policy: Params) -> Tree:
+        """What the values are made from beside the critic's own parameters."""
+        return {} if self._owns_decoder else {"decoder": policy}
 
     def arrays(self) -> Tree:
         """What a checkpoint must hold."""
@@ -102,6 +113,7 @@ class Critic:
         reward_N: np.ndarray,
         penalty_NR: np.ndarray | None,
         truncated_N: np.ndarray,
+        policy: Params,
         phases: Phases,
     ) -> tuple[list[Trajectory], Metrics]:
         """The trajectories with advantage, value and value target of each token, by GAE; whitened over the step.
@@ -111,7 +123,7 @@ class Critic:
         no target.
         """
         with phases("values"):
-            values = self.values(trajectories)
+            values = self.values(trajectories, policy)
         with phases("adv"):
             scores = self._scores(trajectories, reward_N, penalty_NR, values, truncated_N)
             advantage_NR, return_NR, explained = jax.device_get(self._credit(scores))
@@ -123,7 +135,7 @@ class Critic:
             ]
         return assigned, _metrics(assigned, float(explained))
 
-    def values(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
+    def values(self, trajectories: Sequence[Trajectory], policy: Params) -> list[np.ndarray]:
         """The value of the state each token was sampled in, a float32 [n] for each trajectory, [0] if not trained on.
 
         With bootstrapping one more, [n + 1]: that of the state after the last token.
@@ -133,11 +145,12 @@ class Critic:
             # Each target carries its trajectory's number in place of an advantage, to find its way back.
             numbered = [dataclasses.replace(self._asked(t), advantage=float(i)) for i, t in enumerate(mini, start=1)]
             batch, n_micro = self._pack(numbered)
-            value_ABM = self._values(self._started().params, place(batch, self._batch_shardings), n_micro)
+            whole = self._started().params | self._held(policy)
+            value_ABM = self._values(whole, place(batch, self._batch_shardings), n_micro)
             values += by_number(jax.device_get(value_ABM), batch.advantage, len(mini))
         return values
 
-    def learn(self, trajectories: Sequence[Trajectory], phases: Phases) -> Metrics:
+    def learn(self, trajectories: Sequence[Trajectory], policy: Params, phases: Phases) -> Metrics:
         """`epochs` passes over the step's mini-batches towards the targets of `assign`; means over the updates."""
         packed = [
             self._pack([_as_targets(t) for t in mini])
@@ -148,7 +161,7 @@ class Critic:
         with phases("update_critic"):
             for _ in range(self._algorithm.epochs):
                 for batch, n_micro in batches:
-                    self._state, metrics = self._update(self._started(), batch, n_micro)
+                    self._state, metrics = self._update(self._started(), self._held(policy), batch, n_micro)
                     rows += [floats(metrics)] if n_micro else []
         return mean_metrics(rows)
 

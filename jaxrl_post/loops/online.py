@@ -76,7 +76,7 @@ def run(config: Config) -> None:
             trajectories, credited = credit.assign(samples, state, params, phases)
             del params  # may be the state's own arrays, which the update is given for good
             state, learned = learner.learn(state, trajectories, phases)
-            learned |= critic.learn(trajectories, phases) if critic else {}
+            learned |= critic.learn(trajectories, state.params, phases) if critic else {}
 
             graded = zip(trajectories, samples.graded_N, strict=True)
             advantages_N = np.array([np.mean(t.advantage) for t, yes in graded if yes])

@@ -1,8 +1,9 @@
 """The critic's programs: values of tokens, and the update towards their returns.
 
-A critic's parameters are {"decoder", "head"}. The value of a token is that of the state it was sampled in: the head's
-number for the hidden state that predicts the token. A critic's batch is a `TrainBatch` in which `old_logp` holds the
-values at sampling time and `advantage` the returns.
+A critic's parameters are {"decoder", "head"}; it may hold the decoder as it is, the policy's, and learn the head alone.
+The value of a token is that of the state it was sampled in: the head's number for the hidden state that predicts the
+token. A critic's batch is a `TrainBatch` in which `old_logp` holds the values at sampling time and `advantage` the
+returns.
 
 Legend: A micro-batches, B rows, M targets of a row.
 """
@@ -62,16 +63,18 @@ def make_critic_update(
     *,
     value_clip: float | None,
     shardings: TrainState,
+    held_shardings: Tree,
     batch_shardings: TrainBatch,
-) -> Callable[[TrainState, TrainBatch, Any], tuple[TrainState, Scalars]]:
-    """A jitted `update(state, batch, n_micro) -> (state, metrics)` like `update.make_update`; the state is donated.
+) -> Callable[[TrainState, Tree, TrainBatch, Any], tuple[TrainState, Scalars]]:
+    """A jitted `update(state, held, batch, n_micro) -> (state, metrics)`, like `update.make_update`; donates the state.
 
-    The loss is Σ weight · `values.value_loss`. Metrics: `critic/{vf_loss, vf_clipfrac, vpred_mean, grad_norm, lr,
+    `held` are parameters beside those of the state, {} or {"decoder"}, which get no gradient and are not donated. The
+    loss is Σ weight · `values.value_loss`. Metrics: `critic/{vf_loss, vf_clipfrac, vpred_mean, grad_norm, lr,
     skipped_update}`.
     """
 
-    def micro_loss(params: Tree, rows: TrainBatch) -> tuple[jax.Array, Seen]:
-        value_BM = values(params, rows)
+    def micro_loss(params: Tree, held: Tree, rows: TrainBatch) -> tuple[jax.Array, Seen]:
+        value_BM = values(params | held, rows)
         term_BM, stats = value_loss(value_BM, rows.old_logp, rows.advantage, rows.mask, clip=value_clip)
         loss = weighted_sum(term_BM, rows.mask, rows.weight)
         stats = {"critic/vf_clipfrac": stats["clipped"], "critic/vpred_mean": value_BM}
@@ -79,8 +82,9 @@ def make_critic_update(
 
     gradient = placed_gradient(micro_loss, shardings.params)
 
-    def update(state: TrainState, batch: TrainBatch, n_micro: jax.Array) -> tuple[TrainState, Scalars]:
-        grads, (tally, _) = accumulate(gradient, state.params, batch, n_micro)
+    def update(state: TrainState, held: Tree, batch: TrainBatch, n_micro: jax.Array) -> tuple[TrainState, Scalars]:
+        beside = lambda params, rows: gradient(params, held, rows)
+        grads, (tally, _) = accumulate(beside, state.params, batch, n_micro)
         state, moved = apply_gradients(optimizer, state, grads, n_micro > 0)
         means = {name: total / jnp.maximum(tally.tokens, 1.0) for name, total in tally.sums.items()}
         return state, tally.totals | means | {name.replace("actor/", "critic/"): x for name, x in moved.items()}
@@ -89,7 +93,7 @@ def make_critic_update(
     return jax.jit(
         update,
         donate_argnums=0,
-        in_shardings=(shardings, batch_shardings, everywhere),
+        in_shardings=(shardings, held_shardings, batch_shardings, everywhere),
         out_shardings=(shardings, everywhere),
     )
 

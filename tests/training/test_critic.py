@@ -23,12 +23,17 @@ def updated(shape, share_prefix):
     shardings = state_shardings(whole, {"decoder": axes, "head": scalar_head.AXES}, sgd(1.0), mesh)
     placed = batch_shardings(shape, mesh)
     update = make_critic_update(
-        token_values(graphdef, placed), sgd(1.0), value_clip=None, shardings=shardings, batch_shardings=placed
+        token_values(graphdef, placed),
+        sgd(1.0),
+        value_clip=None,
+        shardings=shardings,
+        held_shardings={},
+        batch_shardings=placed,
     )
     batch, n_micro, _ = pack(
         trajectories(), shape, aggregation="seq-mean-token-mean", share_prefix=share_prefix, keep_all=True
     )
-    state, metrics = update(init_state(params, sgd(1.0), shardings), batch, n_micro)
+    state, metrics = update(init_state(params, sgd(1.0), shardings), {}, batch, n_micro)
     return jax.device_get((state.params, metrics)), n_micro
 
 
