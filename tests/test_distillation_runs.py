@@ -111,6 +111,7 @@ def train(name, folder, *overrides):
     return read_metrics(folder / "metrics.jsonl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "metric"), [("opd", "opd_reverse_kl"), ("distillation", "loss")])
 def test_without_a_reward_the_student_moves_to_its_teacher(tmp_path, recipe, metric):
     """Every answer is wrong, so no group has an advantage of its own. Both metrics are the reverse KL."""

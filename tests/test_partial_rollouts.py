@@ -301,6 +301,7 @@ def test_killed_and_run_again_equals_never_stopped(tmp_path, straight):
     assert [rollouts(tmp_path, step) for step in range(1, 6)] == [rollouts(folder, step) for step in range(1, 6)]
 
 
+@pytest.mark.slow
 def test_awaiting_everything_is_a_run_without_partial_rollouts_bit_for_bit(tmp_path, off):
     folder, records = off
     everything = train(tmp_path, "steps=2", "rollout.partial.finish_fraction=1.0", "checkpoint.every=0")

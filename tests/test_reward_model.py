@@ -98,6 +98,7 @@ def test_more_answers_than_a_call_takes_go_in_several(trained):
     np.testing.assert_allclose(ask(answers_per_call=3)(prompts, answers), ask()(prompts, answers), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_it(trained, tmp_path):
     overrides = [f"run_dir={tmp_path}", f"reward.run_dir={trained}", "steps=2", "checkpoint.every=0", *ONE_DEVICE]
     run(recipes.load(TINY / "grpo_reward_model.yaml", overrides))

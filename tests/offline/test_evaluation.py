@@ -46,6 +46,7 @@ def learner(kind, examples_per_step, budget):
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "kto"])
+@pytest.mark.slow
 def test_an_evaluation_is_the_update_s_loss_whatever_its_split(kind):
     """All 16 examples: one update's own metrics, one evaluation of 16, and one of parts of 3 in rows of their own."""
     job, whole = learner(kind, 16, 4096)

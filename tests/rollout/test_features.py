@@ -74,10 +74,12 @@ def test_slots_and_refills_change_nothing_with_every_feature_on():
 
 
 @pytest.mark.parametrize("axes", [(("data", 8),), (("fsdp", 4), ("tensor", 2))], ids=str)
+@pytest.mark.slow
 def test_every_mesh_gives_the_same_with_every_feature_on(axes):
     same(generate(devices=8, axes=axes).completions, base())
 
 
+@pytest.mark.slow
 def test_collectives_stay_inside_a_tensor_group_with_every_feature_on():
     axes = (("fsdp", 4), ("tensor", 2))
     generate(devices=8, axes=axes)
@@ -93,6 +95,7 @@ def test_collectives_stay_inside_a_tensor_group_with_every_feature_on():
     assert "replica_groups=[2,4]<=[" not in text
 
 
+@pytest.mark.slow
 def test_the_likeliest_are_recorded_for_those_who_ask():
     checked = 0
     for i, (c, options) in enumerate(zip(base(), EACH, strict=True)):
@@ -108,6 +111,7 @@ def test_the_likeliest_are_recorded_for_those_who_ask():
     assert checked > 3
 
 
+@pytest.mark.slow
 def test_each_request_stops_where_its_options_say():
     for c, options in zip(base(), EACH, strict=True):
         hits = [n for n in range(len(c.ids)) if _ends(c.ids[: n + 1], options)]

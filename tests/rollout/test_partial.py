@@ -75,6 +75,7 @@ PLANS = [{}, {"slots": 6, "refill": 3}]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.slow
 def test_a_sample_finished_over_several_rollouts_is_the_one_finished_in_one(plan):
     """The same weights throughout: ids are equal, log-probs to 1e-5, whatever the slots, at any clock."""
     first = generate(fresh(), 0.2, **plan)

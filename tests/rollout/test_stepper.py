@@ -82,6 +82,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.slow
 def test_options_are_those_of_the_in_graph_engine(name):
     answers = serve(*engine(), range(6), **OPTIONS[name])
     assert_equal(answers, expected(**OPTIONS[name]))

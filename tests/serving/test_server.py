@@ -88,6 +88,7 @@ def test_chat_renders_the_template_of_training_with_its_system_prompt(client):
     assert other.usage.prompt_tokens == chat.usage.prompt_tokens - 4
 
 
+@pytest.mark.slow
 def test_streams_add_up_to_the_whole_answer(client):
     asked = {"model": NAME, "max_tokens": 40, "seed": 7, "n": 2}
     whole = client.completions.create(prompt="Stream", **asked)
