@@ -263,6 +263,7 @@ def off(tmp_path_factory):
     return folder, train(folder, "steps=2", "rollout.partial=null", "checkpoint.every=0")
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_whole_groups_of_several_policies(straight):
     folder, records = straight
     assert [r["compile/count"] for r in records[2:]] == [0, 0, 0]

@@ -117,6 +117,7 @@ def same(a, b):
     ],
     ids=["tiers", "drain", "drain_and_tiers", "pieces", "pieces_between_decode_steps", "scanned_layers"],
 )
+@pytest.mark.slow
 def test_the_plan_changes_nothing_but_the_speed(change, monkeypatch):
     """Some sequences stop early, so that slots drain and are refilled at different times."""
     limits = {"limits": [1, 10, 3, 2, 5, 0, 9, 10, 4, 7], "stop_ids": tuple(range(0, 98, 9))}
