@@ -102,23 +102,18 @@ def _pairs(words: Sequence[str]) -> None:
 
 
 def _evaluate(words: Sequence[str]) -> None:
-    parser = _Parser(
-        prog="python -m launch evaluate",
-        description="Greedy accuracy, and the best of k samples (pass@k), on the held-out prompts of a recipe's task.",
+    parser = _policy_parser(
+        "evaluate", "Greedy accuracy, and the best of k samples (pass@k), on a task's held-out prompts."
     )
-    parser.add_argument("source", metavar="CONFIG|RUN_DIR", help="an online recipe, or the folder of its run")
-    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="as in training")
-    parser.add_argument("--weights", metavar="RUN_DIR", help="take the newest weights of this run (online or offline)")
     parser.add_argument("--samples", type=int, default=8, help="samples of each prompt (8)")
     parser.add_argument("--train", action="store_true", help="answer training prompts instead of held-out ones")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_intermixed_args(words)
-    source = Path(given.source) if Path(given.source).is_dir() else _recipe_path(given.source)
+    source, weights = _policy_paths(given)
     from launch.compile_cache import enable
     from launch.evaluate import evaluate
 
     enable()
-    weights = Path(given.weights) if given.weights else None
     evaluate(source, given.overrides, weights, given.samples, given.train, given.json)
 
 

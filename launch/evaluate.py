@@ -10,6 +10,7 @@ from pathlib import Path
 from jaxrl_post import recipes
 from jaxrl_post.config import Config
 from jaxrl_post.loops.evaluation import evaluate as measure
+from launch.policy_source import recipe_and_weights
 
 
 def evaluate(
@@ -21,9 +22,7 @@ def evaluate(
     another run of the same model, such as an offline one. Raises: ValueError as `loops.evaluation.evaluate`, and for a
     recipe that has no task.
     """
-    if source.is_dir():
-        weights = weights or source
-        source = source / "config.yaml"
+    source, weights = recipe_and_weights(source, weights)
     _online(source, overrides)  # before an override that only online recipes have
     config = _online(source, [*overrides, f"rollout.samples_per_prompt={samples}"])
     metrics = measure(config, weights, train, lambda line: print(line, file=sys.stderr, flush=True))

@@ -1,4 +1,4 @@
-"""What `sample` and `serve` are given: a recipe or the folder of a run, and perhaps the weights of another run."""
+"""What `evaluate`, `sample` and `serve` are given: a recipe or a run's folder, and perhaps another run's weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from jaxrl_post.loops.policy import Policy, load_policy
 
 
 def read_policy(source: Path, overrides: Sequence[str], weights: Path | None) -> Policy:
-    """The policy of a recipe, or of the newest weights of a run (the folder's own, unless `weights` is another).
+    """The policy of a recipe or of a run. Raises: ValueError as `recipes.load` and `load_policy`."""
+    recipe, weights = recipe_and_weights(source, weights)
+    return load_policy(recipes.load(recipe, overrides), weights)
 
-    Raises: ValueError as `recipes.load` and `load_policy`.
-    """
-    if source.is_dir():
-        weights = weights or source
-        source = source / "config.yaml"
-    return load_policy(recipes.load(source, overrides), weights)
+
+def recipe_and_weights(source: Path, weights: Path | None) -> tuple[Path, Path | None]:
+    """The recipe of a source, and the run with the weights: a run's folder is both, unless `weights` is another run."""
+    return (source / "config.yaml", weights or source) if source.is_dir() else (source, weights)

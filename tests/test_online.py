@@ -1,6 +1,5 @@
 """Whole runs of the tiny recipe: what the first update must show, exact resume, meshes, and options of the loop."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from whole_runs import numbers, rollouts
 
 from jaxrl_post import recipes
 from jaxrl_post.loops.online import run
@@ -17,22 +17,11 @@ from jaxrl_post.observe.metrics import read_metrics
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "configs" / "tiny" / "grpo.yaml"
 ONE_DEVICE = ["mesh.fsdp=1", "mesh.allow_unused_devices=true"]
-TIMED = ("timing_s/", "perf/", "compile/")
 
 
 def train(run_dir, *overrides, mesh=ONE_DEVICE):
     run(recipes.load(RECIPE, [f"run_dir={run_dir}", *mesh, *overrides]))
     return read_metrics(Path(run_dir) / "metrics.jsonl")
-
-
-def rollouts(run_dir, step):
-    path = Path(run_dir) / "rollouts" / f"step_{step:06d}.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def numbers(record):
-    """What must not depend on the machine's speed."""
-    return {k: v for k, v in record.items() if not k.startswith(TIMED)}
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from whole_runs import numbers, rollouts
 
 from jaxrl_post import recipes
 from jaxrl_post.data.prompts import PromptStream
@@ -240,15 +241,6 @@ def test_a_loss_without_a_ratio_is_refused_stale_tokens(kind):
 def train(run_dir, *overrides):
     run(recipes.load(RECIPE, [f"run_dir={run_dir}", *SMALL, *overrides]))
     return read_metrics(Path(run_dir) / "metrics.jsonl")
-
-
-def rollouts(run_dir, step):
-    path = Path(run_dir) / "rollouts" / f"step_{step:06d}.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def numbers(record):
-    return {k: v for k, v in record.items() if not k.startswith(("timing_s/", "perf/", "compile/"))}
 
 
 @pytest.fixture(scope="module")

@@ -161,7 +161,7 @@ class Critic:
         with phases("update_critic"):
             for _ in range(self._algorithm.epochs):
                 for batch, n_micro in batches:
-                    self._state, metrics = self._update(self._started(), self._held(policy), batch, n_micro)
+                    self._state, metrics, _ = self._update(self._started(), batch, n_micro, self._held(policy))
                     rows += [floats(metrics)] if n_micro else []
         return mean_metrics(rows)
 

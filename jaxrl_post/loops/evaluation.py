@@ -42,10 +42,10 @@ def evaluate(
             f"data.task.kind={config.data.task.kind} has no held-out prompts: give data.task.held_out_path, or "
             "evaluate the training prompts"
         )
-    params, source = policy_params(job.network, job.config.seed, weights)
     network = job.network
+    params, source = policy_params(network, config.seed, weights)
     sampler = Sampler(network.graphdef, network.model, network.mesh, job.stop_ids, job.token_bytes)
-    params = rollout_params(job.network, params)
+    params = rollout_params(network, params)
     say(f"{source}: {len(prompts)} {'training' if train else 'held-out'} prompts of {job.task_name}")
     greedy_P1 = _rewards(job, prompts, sample_greedily(job, sampler, params, prompts))
     say(f"greedy {greedy_P1.mean():.3f}; {config.rollout.samples_per_prompt} samples of each")

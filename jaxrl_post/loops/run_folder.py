@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 
@@ -47,24 +48,41 @@ def newest_params(run_dir: Path, abstract: Params) -> tuple[Params, int]:
     """The weights of a run's newest complete checkpoint in the structure and on the shardings of `abstract`, and its
     step.
 
-    Raises: ValueError for a folder that is no run or has no checkpoint yet, and for weights of another shape.
+    Raises: ValueError as `newest_step`, and for weights of another shape.
     """
-    config = run_config(run_dir)
+    step = newest_step(run_dir)
+    return params_of(run_dir, step, abstract), step
+
+
+def newest_step(run_dir: Path) -> int:
+    """Of the complete checkpoints of a run. Raises: ValueError for a folder that is no run or has none yet."""
+    _config_path(run_dir)
     if not (run_dir / "checkpoints").is_dir():
         raise ValueError(
-            f"{run_dir} has no checkpoints yet: a run writes one every checkpoint.every steps and at its end"
+            f"{run_dir} has no checkpoints yet: train it first; a run writes one every checkpoint.every steps and at "
+            "its end"
         )
-    checkpoints = Checkpointer(run_dir / "checkpoints", config.checkpoint.keep_last)
-    step = checkpoints.latest()
+    with contextlib.closing(Checkpointer(run_dir / "checkpoints", keep_last=1)) as checkpoints:
+        step = checkpoints.latest()
     if step is None:
         raise ValueError(f"{run_dir / 'checkpoints'} holds no complete checkpoint yet")
-    arrays, _ = checkpoints.restore(step, {"params": abstract}, partial=True)
-    checkpoints.close()
-    return arrays["params"], step
+    return step
+
+
+def params_of(run_dir: Path, step: int, abstract: Params) -> Params:
+    """The weights a run saved at `step`, as `newest_params`."""
+    with contextlib.closing(Checkpointer(run_dir / "checkpoints", keep_last=1)) as checkpoints:
+        arrays, _ = checkpoints.restore(step, {"params": abstract}, partial=True)
+    return arrays["params"]
 
 
 def run_config(run_dir: Path) -> Config | OfflineConfig:
     """The recipe a run was started with. Raises: ValueError for a folder that is no run."""
-    if not (run_dir / "config.yaml").is_file():
+    return recipes.load(_config_path(run_dir))
+
+
+def _config_path(run_dir: Path) -> Path:
+    path = run_dir / "config.yaml"
+    if not path.is_file():
         raise ValueError(f"{run_dir} is not the folder of a run: it has no config.yaml; give the recipe's run_dir")
-    return recipes.load(run_dir / "config.yaml")
+    return path

@@ -64,7 +64,7 @@ class TaughtUpdate:
 
     def __call__(self, state: TrainState, batch: TaughtBatch, n_micro: Any) -> tuple[TrainState, Scalars, jax.Array]:
         """As the function of `training.update.make_update`."""
-        return self._update(state, batch, self._teachers.params, n_micro)
+        return self._update(state, batch, n_micro, self._teachers.params)
 
 
 def numbered(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

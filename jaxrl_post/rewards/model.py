@@ -10,16 +10,14 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from jaxrl_post import recipes
-from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.config import Mesh
 from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.config_rewards import ModelReward
 from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_post.loops.network import build_network
+from jaxrl_post.loops.run_folder import newest_step, params_of, run_config
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.rewards.grader import Score
@@ -27,7 +25,7 @@ from jaxrl_post.training.offline_packing import example_shape, example_shardings
 from jaxrl_post.training.offline_update import make_forward, reward_model
 from jaxrl_post.types_offline import Answer, Example
 from sharding.mesh import batch_shards
-from sharding.placement import place
+from sharding.placement import place, placed_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +115,7 @@ class RewardModel:
             raise ValueError(
                 f"max_tokens={max_tokens} exceeds the {self._network.model.max_positions} positions of {run_dir}"
             )
-        self._step = _newest_step(self._run_dir)
+        self._step = newest_step(self._run_dir)
         shards = batch_shards(self._network.mesh)
         budget = max(tokens_per_batch, max_tokens)
         self._batch = answers_per_call or budget // max_tokens * shards
@@ -142,15 +140,8 @@ class RewardModel:
 
     @functools.cached_property
     def _params(self) -> Params:
-        wanted = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            self._network.abstract_params,
-            self._network.shardings(),
-        )
-        checkpoints = Checkpointer(self._run_dir / "checkpoints", keep_last=1)
-        arrays, _ = checkpoints.restore(self._step, {"params": wanted}, partial=True)
-        checkpoints.close()
-        return arrays["params"]
+        wanted = placed_shapes(self._network.abstract_params, self._network.shardings())
+        return params_of(self._run_dir, self._step, wanted)
 
     def __call__(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> np.ndarray:
         """float32 [N]; the score of `answers[i]` after `prompts[i]`.
@@ -186,24 +177,10 @@ class RewardModel:
 
 
 def _config(run_dir: Path) -> OfflineConfig:
-    path = run_dir / "config.yaml"
-    if not path.is_file():
-        raise ValueError(f"{run_dir} is not the folder of a run: it has no config.yaml; give the recipe's run_dir")
-    config = recipes.load(path)
+    config = run_config(run_dir)
     if not isinstance(config, OfflineConfig) or config.algorithm.kind != "reward_model":
         raise ValueError(
             f"{run_dir} is a run of algorithm.kind={config.algorithm.kind}, which has no scores: give the run_dir of a "
             "recipe of kind reward_model"
         )
     return config
-
-
-def _newest_step(run_dir: Path) -> int:
-    if not (run_dir / "checkpoints").is_dir():
-        raise ValueError(f"{run_dir} has no checkpoints yet: train it first")
-    checkpoints = Checkpointer(run_dir / "checkpoints", keep_last=1)
-    step = checkpoints.latest()
-    checkpoints.close()
-    if step is None:
-        raise ValueError(f"{run_dir / 'checkpoints'} holds no complete checkpoint yet")
-    return step

@@ -89,19 +89,16 @@ def attend_prompt(
     What lies beyond a prompt's length is seen by nothing but what lies beyond it. A row of U (out of range) writes
     nothing.
     """
-    M, B, H, N = q_MBHN.shape
-    K, W = k_MBKN.shape[2], cache.prompts.k.shape[-1]
+    B, H, K, W = *q_MBHN.shape[1:3], k_MBKN.shape[2], cache.prompts.k.shape[-1]
     at = lambda x: x[row_M] if i is None else x[i, row_M]
     put = lambda x, new: (x.at[row_M] if i is None else x.at[i, row_M]).set(new, mode="drop")
     old = cache.prompts
     k_MKNW = lax.dynamic_update_slice_in_dim(at(old.k), k_MBKN.transpose(0, 2, 3, 1), start, axis=3)
     v_MKWN = lax.dynamic_update_slice_in_dim(at(old.v), v_MBKN.swapaxes(1, 2), start, axis=2)
     cache = cache._replace(prompts=KeysValues(put(old.k, k_MKNW), put(old.v, v_MKWN)))
-    q_MKXN = q_MBHN.reshape(M, B, K, H // K, N).transpose(0, 2, 1, 3, 4).reshape(M, K, -1, N)
     seen_BW = jnp.arange(W)[None] <= start + jnp.arange(B)[:, None]
     mask_XW = jnp.repeat(seen_BW, H // K, axis=0)
-    attended_MKXN = attend_parts(q_MKXN, [(k_MKNW, v_MKWN, mask_XW[None, None])])
-    return attended_MKXN.reshape(M, K, B, H // K, N).transpose(0, 2, 1, 3, 4).reshape(M, B, H, N), cache
+    return attend_heads(q_MBHN, [(k_MKNW, v_MKWN, mask_XW[None, None])]), cache
 
 
 class Step(NamedTuple):
@@ -140,8 +137,7 @@ def attend_cache(
     step: Step, cache: Cache, i: jax.Array | None, q_S1HN: jax.Array, k_S1KN: jax.Array, v_S1KN: jax.Array
 ) -> tuple[jax.Array, Cache]:
     """Attention of every slot's token to its prompt and to the response so far; writes the token's column first."""
-    S, _, H, N = q_S1HN.shape
-    K, written = k_S1KN.shape[2], len(step.masks) - 1
+    written = len(step.masks) - 1
     of_layer = lambda x: x if i is None else x[i]
     old = cache.responses[written]
     chunk = KeysValues(
@@ -153,8 +149,7 @@ def attend_cache(
     k_UKNW, v_UKWN = (of_layer(x) if step.row_S is None else of_layer(x)[step.row_S] for x in cache.prompts)
     prompt = (k_UKNW, v_UKWN, mask(step.prompt_mask_SW))
     responses = [(of_layer(x.k), of_layer(x.v), mask(m)) for x, m in zip(cache.responses, step.masks, strict=False)]
-    attended_SKGN = attend_parts(q_S1HN.reshape(S, K, H // K, N), [prompt, *responses])
-    return attended_SKGN.reshape(S, 1, H, N), cache
+    return attend_heads(q_S1HN, [prompt, *responses]), cache
 
 
 def _write(x: jax.Array, new: jax.Array, i: jax.Array | None, column: jax.Array, axis: int) -> jax.Array:
@@ -163,6 +158,13 @@ def _write(x: jax.Array, new: jax.Array, i: jax.Array | None, column: jax.Array,
     start = [jnp.int32(0)] * x.ndim
     start[0], start[1 + axis] = i, column
     return lax.dynamic_update_slice(x, new[None], start)
+
+
+def attend_heads(q_RBHN: jax.Array, parts: Sequence[tuple[jax.Array, jax.Array, jax.Array]]) -> jax.Array:
+    """`attend_parts` of B tokens a row; its queries X are the heads of all tokens that read the same keys, by token."""
+    (R, B, H, N), K = q_RBHN.shape, parts[0][0].shape[1]
+    q_RKXN = q_RBHN.reshape(R, B, K, H // K, N).swapaxes(1, 2).reshape(R, K, -1, N)
+    return attend_parts(q_RKXN, parts).reshape(R, K, B, H // K, N).swapaxes(1, 2).reshape(R, B, H, N)
 
 
 def attend_parts(q_RKXN: jax.Array, parts: Sequence[tuple[jax.Array, jax.Array, jax.Array]]) -> jax.Array:

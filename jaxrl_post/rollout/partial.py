@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from jaxrl_post.models.decoder import Decoder
-from jaxrl_post.rollout.cache import Cache, Caches, KeysValues, attend_parts
+from jaxrl_post.rollout.cache import Cache, Caches, KeysValues, attend_heads
 from jaxrl_post.rollout.logits import History, extend
 from jaxrl_post.rollout.stop_strings import Automaton
 from jaxrl_post.types import Completion, StopReason
@@ -176,8 +176,7 @@ def attend_returning(
 
     Token j of a request with `todo` of them lies in column clock - todo + j, counted round and round.
     """
-    J, B, H, D = q_JBHD.shape
-    K, (old,) = k_JBKD.shape[2], cache.responses
+    B, H, K, (old,) = *q_JBHD.shape[1:3], k_JBKD.shape[2], cache.responses
     C, index_B = old.k.shape[-1], start + jnp.arange(B)
     first_J1 = (clock - who.todo)[:, None]
     column_JB = jnp.where(index_B[None] < who.todo[:, None], (first_J1 + index_B[None]) % C, C)
@@ -188,16 +187,13 @@ def attend_returning(
         old.k.at[(*rows, slice(None), slice(None), column_JB)].set(k_JBKD, mode="drop"),
         old.v.at[(*rows, slice(None), column_JB)].set(v_JBKD, mode="drop"),
     )
-    q_JKXD = q_JBHD.reshape(J, B, K, H // K, D).transpose(0, 2, 1, 3, 4).reshape(J, K, -1, D)
     prompt_JW = jnp.arange(cache.prompts.k.shape[-1])[None] < who.length[:, None]
     seen_JBC = ((jnp.arange(C)[None] - first_J1) % C)[:, None] <= index_B[None, :, None]
     parts = [
         (at(cache.prompts.k)[who.row], at(cache.prompts.v)[who.row], prompt_JW[:, None, None]),
         (at(own.k)[who.slot], at(own.v)[who.slot], jnp.repeat(seen_JBC, H // K, axis=1)[:, None]),
     ]
-    attended_JKXD = attend_parts(q_JKXD, parts)
-    attended_JBHD = attended_JKXD.reshape(J, K, B, H // K, D).transpose(0, 2, 1, 3, 4).reshape(J, B, H, D)
-    return attended_JBHD, cache._replace(responses=(own,))
+    return attend_heads(q_JBHD, parts), cache._replace(responses=(own,))
 
 
 def with_versions(completions: Sequence[Completion], partial: Partial, step: int) -> list[Completion]:

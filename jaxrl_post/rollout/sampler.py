@@ -21,7 +21,7 @@ from jaxrl_post.rollout.engine import make_rollout
 from jaxrl_post.rollout.partial import Partial, with_versions
 from jaxrl_post.rollout.records import Requests, Samples, started
 from jaxrl_post.rollout.schedule import EngineShape, SampleOptions, cache_memory, engine_shape
-from jaxrl_post.rollout.stop_strings import Automaton, compile_strings, completed_by_last
+from jaxrl_post.rollout.stop_strings import Automaton, bytes_of_all, compile_strings, completed_by_last
 from jaxrl_post.types import Completion, StopReason
 from sharding.mesh import BATCH_AXES, batch_shards
 from sharding.placement import place
@@ -55,8 +55,7 @@ class Sampler:
         self._graphdef, self._config, self._mesh = graphdef, config, mesh
         self._memory = cache_memory(mesh.shape["tensor"])
         self._stop_ids = frozenset(stop_ids)
-        beyond = config.vocab_size - len(token_bytes)
-        self._token_bytes = [*token_bytes[: config.vocab_size], *([b""] * beyond)] if token_bytes else []
+        self._token_bytes = bytes_of_all(token_bytes, config.vocab_size)
         self._automata: dict[tuple[str, ...], Automaton] = {}
         self._compiled: dict[EngineShape, Callable[..., Samples]] = {}
 

@@ -38,8 +38,7 @@ def attend_rows(
 
     Only the first `columns` columns are read. A slot that is not running writes nothing.
     """
-    S, _, H, N = q_S1HN.shape
-    K, old = k_S1KN.shape[2], cache.prompts
+    S, old = len(length_S), cache.prompts
     row_S, column_S = jnp.arange(S), jnp.where(running_S, length_S, old.k.shape[-1])
     layer = () if i is None else (i,)
     kept = KeysValues(
@@ -49,8 +48,7 @@ def attend_rows(
     k_SKNC, v_SKCN = (x if i is None else x[i] for x in kept)
     mask_SC = jnp.arange(columns)[None] <= length_S[:, None]
     part = (k_SKNC[..., :columns], v_SKCN[:, :, :columns], mask_SC[:, None, None])
-    attended_SKGN = caches.attend_parts(q_S1HN.reshape(S, K, H // K, N), [part])
-    return attended_SKGN.reshape(S, 1, H, N), cache._replace(prompts=kept)
+    return caches.attend_heads(q_S1HN, [part]), cache._replace(prompts=kept)
 
 
 def copy_row(cache: Caches, prefix: Caches, row: jax.Array, mine: jax.Array) -> Caches:

@@ -30,7 +30,7 @@ from jaxrl_post.rollout.schedule import PIECE
 from jaxrl_post.rollout.step_cache import Caches
 from jaxrl_post.rollout.step_programs import Inputs, Past, Programs, Steps, Weights
 from jaxrl_post.rollout.step_records import PLAIN, Burst, Prefix, Request, Slot
-from jaxrl_post.rollout.stop_strings import completed_by_last
+from jaxrl_post.rollout.stop_strings import bytes_of_all, completed_by_last
 from jaxrl_post.types import StopReason
 from sharding.mesh import batch_shards
 
@@ -72,7 +72,7 @@ class StepEngine:
         self.config, self.columns = config, columns
         self.slots = [Slot() for _ in range(slots)]
         self._stop_ids, self._piece = frozenset(stop_ids), piece
-        self._token_bytes = [*token_bytes, *([b""] * (config.vocab_size - len(token_bytes)))] if token_bytes else []
+        self._token_bytes = bytes_of_all(token_bytes, config.vocab_size)
         self.steps = steps
         self._programs = Programs(graphdef, config, mesh, slots, columns, steps)
         self._cache = self._programs.empty(slots, columns)

@@ -37,6 +37,12 @@ def read(automaton: Automaton, state_S: jax.Array, token_S: jax.Array) -> tuple[
     return after_AC[state_S, class_S], completed_AC[state_S, class_S]
 
 
+def bytes_of_all(token_bytes: Sequence[bytes], vocab_size: int) -> list[bytes]:
+    """The bytes of each of the model's ids; those beyond the tokenizer's spell nothing. Empty where none are told."""
+    beyond = vocab_size - len(token_bytes)
+    return [*token_bytes[:vocab_size], *([b""] * beyond)] if token_bytes else []
+
+
 def compile_strings(strings: Sequence[str], token_bytes: Sequence[bytes]) -> Automaton:
     """The automaton of at most 32 strings over V tokens of these bytes; A and C are padded to powers of two, so that
     other strings seldom mean another compile."""

@@ -25,7 +25,7 @@ from jaxrl_post.objectives.values import value_loss
 from jaxrl_post.training.loss import Scalars, Tally
 from jaxrl_post.training.optimizer import Optimizer
 from jaxrl_post.training.state import TrainState
-from jaxrl_post.training.update import Score, Seen, accumulate, apply_gradients, micro, placed_gradient, row_placement
+from jaxrl_post.training.update import Score, Seen, jit_update, micro, row_placement
 from jaxrl_post.types import TrainBatch
 
 Tree = Any
@@ -65,36 +65,33 @@ def make_critic_update(
     shardings: TrainState,
     held_shardings: Tree,
     batch_shardings: TrainBatch,
-) -> Callable[[TrainState, Tree, TrainBatch, Any], tuple[TrainState, Scalars]]:
-    """A jitted `update(state, held, batch, n_micro) -> (state, metrics)`, like `update.make_update`; donates the state.
+) -> Callable[[TrainState, TrainBatch, Any, Tree], tuple[TrainState, Scalars, jax.Array]]:
+    """A jitted `update(state, batch, n_micro, held) -> (state, metrics, values)`, as `update.jit_update`.
 
     `held` are parameters beside those of the state, {} or {"decoder"}, which get no gradient and are not donated. The
     loss is Σ weight · `values.value_loss`. Metrics: `critic/{vf_loss, vf_clipfrac, vpred_mean, grad_norm, lr,
     skipped_update}`.
     """
 
-    def micro_loss(params: Tree, held: Tree, rows: TrainBatch) -> tuple[jax.Array, Seen]:
+    def micro_loss(params: Tree, rows: TrainBatch, held: Tree) -> tuple[jax.Array, Seen]:
         value_BM = values(params | held, rows)
         term_BM, stats = value_loss(value_BM, rows.old_logp, rows.advantage, rows.mask, clip=value_clip)
         loss = weighted_sum(term_BM, rows.mask, rows.weight)
         stats = {"critic/vf_clipfrac": stats["clipped"], "critic/vpred_mean": value_BM}
         return loss, (_tally(loss, stats, rows.mask), value_BM)
 
-    gradient = placed_gradient(micro_loss, shardings.params)
-
-    def update(state: TrainState, held: Tree, batch: TrainBatch, n_micro: jax.Array) -> tuple[TrainState, Scalars]:
-        beside = lambda params, rows: gradient(params, held, rows)
-        grads, (tally, _) = accumulate(beside, state.params, batch, n_micro)
-        state, moved = apply_gradients(optimizer, state, grads, n_micro > 0)
+    def metrics(tally: Tally, moved: Scalars) -> Scalars:
         means = {name: total / jnp.maximum(tally.tokens, 1.0) for name, total in tally.sums.items()}
-        return state, tally.totals | means | {name.replace("actor/", "critic/"): x for name, x in moved.items()}
+        return tally.totals | means | {name.replace("actor/", "critic/"): x for name, x in moved.items()}
 
-    everywhere = NamedSharding(shardings.step.mesh, PartitionSpec())
-    return jax.jit(
-        update,
-        donate_argnums=0,
-        in_shardings=(shardings, held_shardings, batch_shardings, everywhere),
-        out_shardings=(shardings, everywhere),
+    return jit_update(
+        micro_loss,
+        optimizer,
+        shardings=shardings,
+        batch_shardings=batch_shardings,
+        said_shardings=batch_shardings.old_logp,
+        held_shardings=(held_shardings,),
+        metrics=metrics,
     )
 
 

@@ -5,7 +5,7 @@ Legend: A micro-batches (the most there can be), B rows, T positions and M targe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -59,19 +59,47 @@ def make_update(
         loss, tally = token_loss(logp_BM, entropy_BM, micro)
         return loss, (tally, logp_BM)
 
+    return jit_update(
+        micro_loss,
+        optimizer,
+        shardings=shardings,
+        batch_shardings=batch_shardings,
+        said_shardings=batch_shardings.old_logp,
+    )
+
+
+def jit_update(
+    micro_loss: Callable[..., tuple[jax.Array, Seen]],
+    optimizer: Optimizer,
+    *,
+    shardings: TrainState,
+    batch_shardings: Tree,
+    said_shardings: Any,
+    held_shardings: Sequence[Tree] = (),
+    metrics: Callable[[Tally, Scalars], Scalars] = lambda tally, moved: summarize(tally) | moved,
+) -> Callable[..., tuple[TrainState, Scalars, jax.Array]]:
+    """A jitted `update(state, batch, n_micro, *held) -> (state, metrics, said)`; the state is donated.
+
+    `micro_loss(params, micro-batch, *held) -> (loss, (tally, what the model said of each target [B, M]))`. `held` are
+    parameters beside those of the state, on `held_shardings`: they get no gradient and are not donated. `metrics` are
+    made from the whole update's tally and those of `apply_gradients`.
+    """
     gradient = placed_gradient(micro_loss, shardings.params)
 
-    def update(state: TrainState, batch: TrainBatch, n_micro: jax.Array) -> tuple[TrainState, Scalars, jax.Array]:
-        grads, (tally, logp_ABM) = accumulate(gradient, state.params, batch, n_micro)
-        state, metrics = apply_gradients(optimizer, state, grads, n_micro > 0)
-        return state, summarize(tally) | metrics, logp_ABM
+    def update(
+        state: TrainState, batch: Tree, n_micro: jax.Array, *held: Tree
+    ) -> tuple[TrainState, Scalars, jax.Array]:
+        beside = lambda params, part: gradient(params, part, *held)
+        grads, (tally, said_ABM) = accumulate(beside, state.params, batch, n_micro)
+        state, moved = apply_gradients(optimizer, state, grads, jnp.asarray(n_micro) > 0)
+        return state, metrics(tally, moved), said_ABM
 
     everywhere = NamedSharding(shardings.step.mesh, PartitionSpec())
     return jax.jit(
         update,
         donate_argnums=0,
-        in_shardings=(shardings, batch_shardings, everywhere),
-        out_shardings=(shardings, everywhere, batch_shardings.old_logp),
+        in_shardings=(shardings, batch_shardings, everywhere, *held_shardings),
+        out_shardings=(shardings, everywhere, said_shardings),
     )
 
 

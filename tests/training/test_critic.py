@@ -33,7 +33,7 @@ def updated(shape, share_prefix):
     batch, n_micro, _ = pack(
         trajectories(), shape, aggregation="seq-mean-token-mean", share_prefix=share_prefix, keep_all=True
     )
-    state, metrics = update(init_state(params, sgd(1.0), shardings), {}, batch, n_micro)
+    state, metrics, _ = update(init_state(params, sgd(1.0), shardings), batch, n_micro, {})
     return jax.device_get((state.params, metrics)), n_micro
 
 

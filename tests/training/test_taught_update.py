@@ -211,7 +211,7 @@ class Updater:
         batch, n_micro = batch_of(samples, self.shape, **packing)
         teachers = (place(TEACHERS[0], self.teacher_shardings[0]), ())
         state = init_state(STUDENT, self.optimizer, self.shardings)
-        state, metrics, _ = self.update(state, place(batch, self.batch_shardings), teachers, np.int32(n_micro))
+        state, metrics, _ = self.update(state, place(batch, self.batch_shardings), np.int32(n_micro), teachers)
         assert_trees_close(jax.device_get(teachers[0]), TEACHERS[0], rtol=0)
         return jax.device_get(state.params), jax.device_get(metrics), n_micro
 
