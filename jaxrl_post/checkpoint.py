@@ -18,6 +18,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.tree_util import keystr
 
+from sharding.processes import from_first
+
 Tree = Any
 ITEMS = ("arrays", "host")
 SHOWN = 8
@@ -69,10 +71,10 @@ class Checkpointer:
         self._manager.save(step, args=args, force=True)
 
     def latest(self) -> int | None:
-        """The newest step that is complete on disk; None when there is none."""
+        """The newest step that is complete on disk, as the first process sees it; None when there is none."""
         for path in self._unfinished():
             log.warning("ignoring %s: its save has not finished", path)
-        return max(self._steps(), default=None)
+        return from_first(lambda: max(self._steps(), default=None))
 
     def restore(self, step: int, abstract: Tree, partial: bool = False) -> tuple[Tree, dict[str, Any]]:
         """Arrays in the structure and on the shardings of `abstract`, bit for bit as saved, and the host state.

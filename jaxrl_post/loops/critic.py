@@ -30,6 +30,7 @@ from jaxrl_post.training.state import TrainState, init_state, restorable_state, 
 from jaxrl_post.training.update import batch_shardings
 from jaxrl_post.types import TrainBatch, Trajectory
 from sharding.placement import Tree, place, reshard
+from sharding.processes import fetch
 
 
 class Scores(NamedTuple):
@@ -147,7 +148,7 @@ class Critic:
             batch, n_micro = self._pack(numbered)
             whole = self._started().params | self._held(policy)
             value_ABM = self._values(whole, place(batch, self._batch_shardings), n_micro)
-            values += by_number(jax.device_get(value_ABM), batch.advantage, len(mini))
+            values += by_number(fetch(value_ABM), batch.advantage, len(mini))
         return values
 
     def learn(self, trajectories: Sequence[Trajectory], policy: Params, phases: Phases) -> Metrics:

@@ -25,6 +25,7 @@ from jaxrl_post.rollout.partial import Partial
 from jaxrl_post.rollout.sampler import Rollout, SampleOptions, Sampler
 from jaxrl_post.types import Prompt, Response
 from sharding.mesh import batch_shards
+from sharding.processes import split_work
 
 log = logging.getLogger(__name__)
 
@@ -190,5 +191,6 @@ def sample_greedily(job: Job, sampler: Sampler, params: Params, prompts: Sequenc
 def grade(job: Job, prompts: Sequence[Prompt], rollout: Rollout) -> tuple[list[str], Scores]:
     """The completions as text, and their scores."""
     whole = job.config.rollout.include_stop_str_in_output
-    responses = [Response(prompts[c.prompt], text_of(c, job.tokenizer, whole), c.ids) for c in rollout.completions]
-    return [response.text for response in responses], job.reward(responses)
+    texts = split_work(rollout.completions, lambda part: [text_of(c, job.tokenizer, whole) for c in part])
+    rows = zip(rollout.completions, texts, strict=True)
+    return texts, job.reward([Response(prompts[c.prompt], text, c.ids) for c, text in rows])

@@ -28,6 +28,7 @@ from jaxrl_post.training.update import batch_shardings, make_score, make_update
 from jaxrl_post.types import TrainBatch, Trajectory
 from sharding.mesh import batch_shards
 from sharding.placement import place, reshard
+from sharding.processes import fetch
 
 Metrics = dict[str, float]
 FIRST_UPDATE = ("training/rollout_probs_diff", "rollout_corr/")  # sampler against trainer: before the policy moves
@@ -152,7 +153,7 @@ class Learner:
         for mini in mini_batches(trajectories, self._job.config.algorithm.mini_batches):
             batch, n_micro, _ = self._pack(numbered(mini), keep_all=True)
             logp_ABM = self._score(params, place(batch, self._batch_shardings), n_micro)
-            found += by_number(jax.device_get(logp_ABM), batch.advantage, len(mini))
+            found += by_number(fetch(logp_ABM), batch.advantage, len(mini))
         return found
 
     def _pack(self, trajectories: Sequence[Trajectory], keep_all: bool) -> tuple[TrainBatch, int, Any]:
@@ -238,7 +239,7 @@ def _num_sequences(job: Job, shape: PackShape) -> int:
 
 
 def floats(metrics: Mapping[str, Any]) -> Metrics:
-    return {name: float(value) for name, value in jax.device_get(metrics).items()}
+    return {name: float(value) for name, value in fetch(metrics).items()}
 
 
 def mean_metrics(rows: Sequence[Metrics]) -> Metrics:

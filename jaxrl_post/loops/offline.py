@@ -14,14 +14,15 @@ from jaxrl_post.loops.network import initial_params
 from jaxrl_post.loops.offline_job import OfflineJob, build
 from jaxrl_post.loops.offline_learner import OfflineLearner
 from jaxrl_post.loops.offline_reference import reference_scores
-from jaxrl_post.loops.run_folder import due, last_step, write_config
+from jaxrl_post.loops.run_folder import check_processes, due, last_step, reporting, write_config
 from jaxrl_post.loops.teachers import Teachers
 from jaxrl_post.observe.compiles import CompileCounter
-from jaxrl_post.observe.metrics import METRICS, MetricsWriter
+from jaxrl_post.observe.metrics import METRICS
 from jaxrl_post.observe.plot import OFFLINE, plot_curves
 from jaxrl_post.observe.progress import Phases, Progress
 from jaxrl_post.training.state import TrainState
 from jaxrl_post.types_offline import Example
+from sharding.processes import is_first, together
 
 CURVE = "curve.png"
 
@@ -32,7 +33,7 @@ def run(config: OfflineConfig) -> None:
     Writes RUN_DIR/{config.yaml, metrics.jsonl, checkpoints/, curve.png}.
     Raises: ValueError, FileNotFoundError for what the user can mend, before any step and before anything is written.
     """
-    job = build(config)
+    job = together(lambda: build(config))
     run_dir = Path(config.run_dir)
     teachers = Teachers(job.teachers)
     learner = OfflineLearner(job, teachers)
@@ -42,12 +43,12 @@ def run(config: OfflineConfig) -> None:
         print(f"{run_dir} is at step {done} of {config.steps} already: give more `steps`, or another `run_dir`")
         return
     stream = Stream(job.examples, config.data.examples_per_step, config.seed, config.data.shuffle)
+    check_processes(config, stream)
     teachers.load()
     state = _start(job, checkpoints, learner, stream, done)
     write_config(config, run_dir)
 
-    resumed = done if done > 0 else None
-    with MetricsWriter(run_dir, resumed) as writer, Progress(config.steps) as progress, CompileCounter() as compiles:
+    with reporting(run_dir, done, config.steps) as (writer, progress), CompileCounter() as compiles:
         for line in introduction(config, job.network, state, learner.shape.rows, _data(job), done):
             progress.note(line)
         phases = Phases()
@@ -68,7 +69,8 @@ def run(config: OfflineConfig) -> None:
             writer.write(step, metrics)
             progress.update(step, metrics)
         checkpoints.close()
-        plot_curves(run_dir / METRICS, run_dir / CURVE, OFFLINE)
+        if is_first():
+            plot_curves(run_dir / METRICS, run_dir / CURVE, OFFLINE)
         progress.note(
             f"done. curve: {run_dir / CURVE}  metrics: {run_dir / METRICS}  checkpoints: {run_dir / 'checkpoints'}"
         )

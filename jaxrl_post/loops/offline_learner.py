@@ -47,6 +47,7 @@ from jaxrl_post.types import TaughtBatch
 from jaxrl_post.types_offline import Example, OfflineBatch, TaughtExamples
 from sharding.mesh import batch_shards
 from sharding.placement import place, reshard
+from sharding.processes import fetch
 
 Metrics = dict[str, float]
 CORE = {
@@ -112,7 +113,7 @@ class OfflineLearner:
     def score(self, params: Params, examples: Sequence[Example]) -> list[np.ndarray]:
         """Log-probs of each example's targets, float32; as many examples as an update has at most."""
         batch, n_micro, _ = self._packed(examples)
-        return unpack_targets(np.asarray(self._score(params, batch, n_micro)), examples, self.shape)
+        return unpack_targets(fetch(self._score(params, batch, n_micro)), examples, self.shape)
 
     def keep_scores(self, scores: dict[Example, np.ndarray]) -> None:
         """What `score` gives for π_ref on every example there is, in place of a copy of its weights."""
@@ -140,7 +141,7 @@ class OfflineLearner:
         constant, known = self._constant(state, examples, batch, n_micro, phases)
         with phases("update_actor"):
             state, measured = self._update(state, batch, constant, n_micro)
-            metrics = {name: float(value) for name, value in jax.device_get(measured).items()}
+            metrics = {name: float(value) for name, value in fetch(measured).items()}
         return state, self._of_labels(metrics, examples) | known | {
             "training/trained_sequences": report.sequences,
             "training/trained_tokens": report.targets,
@@ -155,14 +156,14 @@ class OfflineLearner:
 
         KTO's reference point is that of all the examples together; BCO's shift is the one training has come to.
         """
-        constant: Any = self._teachers.params or jnp.float32(self._shift["mean"])
+        constant: Any = self._teachers.params or np.float32(self._shift["mean"])
         if isinstance(self._algorithm, KTO):
             others = list(self._parts(mismatched(examples, self._job.config.data.max_tokens), phases))
             scores = [self._score(params, batch, n_micro) for batch, n_micro in others]
             joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(batch for batch, _ in others))
             constant = reference_point(jnp.concatenate(scores), joined)
         parts = (self._evaluate(params, batch, constant, n_micro) for batch, n_micro in self._parts(examples, phases))
-        measured = jax.device_get(list(parts))
+        measured = fetch(list(parts))
         metrics = {name: sum(float(part[name]) for part in measured) for name in measured[0]}
         metrics = self._of_labels(metrics, examples)
         return {f"val-core/{CORE[x]}" if x in CORE else f"val-aux/{x}": value for x, value in metrics.items()}
@@ -215,8 +216,8 @@ class OfflineLearner:
                 ratio = float(mean_ratio(self._score(state.params, batch, n_micro), batch))
             n, mean = self._shift["updates"], self._shift["mean"]
             self._shift = {"updates": n + 1, "mean": mean + (reward_scale(self._algorithm) * ratio - mean) / (n + 1)}
-            return jnp.float32(self._shift["mean"]), {"rewards/shift": self._shift["mean"]}
-        return self._teachers.params or jnp.float32(0), {}
+            return np.float32(self._shift["mean"]), {"rewards/shift": self._shift["mean"]}
+        return self._teachers.params or np.float32(0), {}
 
 
 def _shape(job: OfflineJob) -> ExampleShape:

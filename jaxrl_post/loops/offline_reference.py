@@ -18,6 +18,7 @@ from jaxrl_post.loops.offline_job import OfflineJob
 from jaxrl_post.loops.offline_learner import OfflineLearner
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.types_offline import Example
+from sharding.processes import exchange, from_first, is_first
 
 FILE = "reference.safetensors"
 SECONDS_BETWEEN_NOTES = 10
@@ -28,12 +29,13 @@ def reference_scores(
     job: OfflineJob, learner: OfflineLearner, reference: Callable[[], Params]
 ) -> dict[Example, np.ndarray]:
     """Log-probs under `reference()` of the targets of all examples, float32: those of the run folder if they fit."""
-    run_dir, key, examples = Path(job.config.run_dir), reference_key(job), scored_examples(job)
+    run_dir, key, examples = Path(job.config.run_dir), from_first(lambda: reference_key(job)), scored_examples(job)
     scores = read_scores(run_dir, key, examples)
-    if scores is None:
+    if not all(exchange(scores is not None)):
         scores = _score_all(learner, reference(), examples, job.config.data.examples_per_step)
-        write_scores(run_dir, key, scores)
-    return dict(zip(examples, scores, strict=True))
+        if is_first():
+            write_scores(run_dir, key, scores)
+    return dict(zip(examples, scores or [], strict=True))
 
 
 def _score_all(learner: OfflineLearner, params: Params, examples: Sequence[Example], at_once: int) -> list[np.ndarray]:

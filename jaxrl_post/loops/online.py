@@ -24,16 +24,17 @@ from jaxrl_post.loops.job import Job, build
 from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.measures import Metrics, part_metrics, sample_metrics, speed_metrics
 from jaxrl_post.loops.network import initial_params, rollout_params
-from jaxrl_post.loops.run_folder import due, last_step, write_config
+from jaxrl_post.loops.run_folder import check_processes, due, last_step, reporting, write_config
 from jaxrl_post.loops.taught_advantage import TaughtAdvantages
 from jaxrl_post.loops.teachers import Teachers
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.observe.compiles import CompileCounter
-from jaxrl_post.observe.metrics import METRICS, MetricsWriter
+from jaxrl_post.observe.metrics import METRICS
 from jaxrl_post.observe.plot import ONLINE, plot_curves
 from jaxrl_post.observe.progress import Phases, Progress
 from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.training.state import TrainState
+from sharding.processes import is_first, together
 
 
 def run(config: Config) -> None:
@@ -42,7 +43,7 @@ def run(config: Config) -> None:
     Writes RUN_DIR/{config.yaml, metrics.jsonl, rollouts/, checkpoints/, reward.png}.
     Raises: ValueError, FileNotFoundError for what the user can mend, before any step and before anything is written.
     """
-    job = build(config)
+    job = together(lambda: build(config))
     run_dir = Path(config.run_dir)
     checkpoints = Checkpointer(run_dir / "checkpoints", config.checkpoint.keep_last)
     done = last_step(checkpoints, config)
@@ -50,6 +51,7 @@ def run(config: Config) -> None:
         print(f"{run_dir} is at step {done} of {config.steps} already: give more `steps`, or another `run_dir`")
         return
     stream = PromptStream(job.train_prompts, config.data.prompts_per_step, config.seed, config.data.shuffle)
+    check_processes(config, stream)
     network = job.network
     sampler = Sampler(network.graphdef, network.model, network.mesh, job.stop_ids, job.token_bytes)
     teachers = Teachers(job.teachers)
@@ -62,8 +64,7 @@ def run(config: Config) -> None:
     state = _start(job, checkpoints, learner, gather, credit, critic, done)
     write_config(config, run_dir)
 
-    resumed = done if done > 0 else None
-    with MetricsWriter(run_dir, resumed) as writer, Progress(config.steps) as progress, CompileCounter() as compiles:
+    with reporting(run_dir, done, config.steps) as (writer, progress), CompileCounter() as compiles:
         for line in introduction(config, job.network, state, learner.shape, _data(job), done):
             progress.note(line)
         phases = Phases()
@@ -101,7 +102,8 @@ def run(config: Config) -> None:
             writer.write(step, metrics)
             progress.update(step, metrics)
         checkpoints.close()
-        plot_curves(run_dir / METRICS, run_dir / "reward.png", ONLINE)
+        if is_first():
+            plot_curves(run_dir / METRICS, run_dir / "reward.png", ONLINE)
         progress.note(_conclusion(run_dir))
 
 

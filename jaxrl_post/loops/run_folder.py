@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
+
+from rich.console import Console
 
 from jaxrl_post import recipes
 from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.config import Config
 from jaxrl_post.config_offline import OfflineConfig
+from jaxrl_post.data.stream import Stream
 from jaxrl_post.models.decoder import Params
+from jaxrl_post.observe.metrics import MetricsWriter, NoWriter
+from jaxrl_post.observe.progress import Progress
+from sharding.processes import check_same, is_first
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +37,28 @@ def last_step(checkpoints: Checkpointer, config: Config | OfflineConfig) -> int:
     return newest or 0
 
 
+def check_processes(config: Config | OfflineConfig, stream: Stream) -> None:
+    """Raises: ValueError where processes of a job were given another recipe or other data."""
+    recipe = hashlib.sha256(recipes.dump(config).encode()).hexdigest()[:16]
+    check_same("the recipe, overrides among it (here its hash),", recipe)
+    check_same("the data of the recipe (here their hash)", stream.state()["order"])
+
+
+@contextlib.contextmanager
+def reporting(run_dir: Path, done: int, steps: int) -> Iterator[tuple[MetricsWriter | NoWriter, Progress]]:
+    """Where a run writes its metrics and shows its progress: nowhere but on the first process."""
+    with contextlib.ExitStack() as open_until:
+        if not is_first():
+            yield NoWriter(), open_until.enter_context(Progress(steps, Console(quiet=True, force_terminal=False)))
+            return
+        writer = open_until.enter_context(MetricsWriter(run_dir, done or None))
+        yield writer, open_until.enter_context(Progress(steps))
+
+
 def write_config(config: Config | OfflineConfig, run_dir: Path) -> None:
-    """The resolved config; where a resumed run changes it, say what."""
+    """The resolved config; where a resumed run changes it, say what. The first process does it."""
+    if not is_first():
+        return
     path, text = run_dir / "config.yaml", recipes.dump(config)
     before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
     changed = sorted(set(text.splitlines()) - set(before.splitlines()))

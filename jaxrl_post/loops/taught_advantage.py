@@ -25,6 +25,7 @@ from jaxrl_post.training.state import TrainState
 from jaxrl_post.training.update import batch_shardings, make_score
 from jaxrl_post.types import Trajectory
 from sharding.placement import place
+from sharding.processes import fetch
 
 
 class TaughtAdvantages:
@@ -73,7 +74,7 @@ class TaughtAdvantages:
             for mini in mini_batches(mine, self._job.config.algorithm.mini_batches):
                 batch, n_micro, _ = pack_update(self._job, numbered(mini), self._shape, keep_all=True)
                 logp_ABM = score(weights, place(batch, self._batch_shardings), n_micro)
-                logp += by_number(jax.device_get(logp_ABM), batch.advantage, len(mini))
+                logp += by_number(fetch(logp_ABM), batch.advantage, len(mini))
             found = [new if len(new) else before for before, new in zip(found, logp, strict=True)]
         return found
 

@@ -77,6 +77,16 @@ class MetricsWriter:
         self.close()
 
 
+class NoWriter:
+    """In the place of a `MetricsWriter` on processes that write nothing."""
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        pass
+
+    def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        pass
+
+
 def _record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: _number(value) for name, value in metrics.items()}
     nonfinite = {name: str(value) for name, value in values.items() if not math.isfinite(value)}

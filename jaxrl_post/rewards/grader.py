@@ -6,6 +6,7 @@ Legend: N responses.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 
 from jaxrl_post.rewards.function import RewardFunction, describe
 from jaxrl_post.types import Response
+from sharding.processes import split_work
 
 Score = Callable[[Sequence[Response]], Sequence[Any] | np.ndarray]
 CheckRow = Callable[[dict[str, Any]], None]
@@ -32,16 +34,28 @@ def accept_row(row: dict[str, Any]) -> None:
 class Grader:
     """`score` grades a batch; `check_row` raises ValueError for a row it could not grade.
 
-    Where it `may_abstain` a score of None says that it has nothing to say of a response.
+    Where it `may_abstain` a score of None says that it has nothing to say of a response. One that is `on_mesh`, a
+    model, is run by all processes together; of the others' work each does its share, in whole groups of a prompt.
     """
 
     name: str
     score: Score
     check_row: CheckRow = accept_row
     may_abstain: bool = False
+    on_mesh: bool = False
 
     def __call__(self, responses: Sequence[Response]) -> np.ndarray:
-        """float64 [N], NaN where the grader abstains. Raises RewardError naming the reward and the sample."""
+        """float64 [N], NaN where the grader abstains.
+
+        Raises: RewardError naming the reward and the sample; PeerError where another process did.
+        """
+        if self.on_mesh:
+            return self._graded(responses)
+        groups = [list(group) for _, group in itertools.groupby(responses, key=lambda response: id(response.prompt))]
+        scores = split_work(groups, lambda part: [self._graded(list(itertools.chain(*part))).tolist()] if part else [])
+        return np.array(list(itertools.chain(*scores)), np.float64)
+
+    def _graded(self, responses: Sequence[Response]) -> np.ndarray:
         try:
             scores = list(self.score(responses))
         except RewardError:

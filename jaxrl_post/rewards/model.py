@@ -26,6 +26,7 @@ from jaxrl_post.training.offline_update import make_forward, reward_model
 from jaxrl_post.types_offline import Answer, Example
 from sharding.mesh import batch_shards
 from sharding.placement import place, placed_shapes
+from sharding.processes import fetch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +170,7 @@ class RewardModel:
 
     def _score(self, examples: Sequence[Example]) -> np.ndarray:
         batch, n_micro, _ = pack_examples(examples, self._shape)
-        scores = np.asarray(self._forward(self._params, place(batch, self._shardings), n_micro))
+        scores = fetch(self._forward(self._params, place(batch, self._shardings), n_micro))
         live = batch.examples.weight > 0
         scores_N = np.empty(len(examples), np.float32)
         scores_N[batch.examples.margin[live].astype(int)] = scores[live]

@@ -88,4 +88,4 @@ def _grader(reward: config.SingleReward, name: str, section: str, setting: Setti
         case config.FunctionReward():
             return Grader(name, by_text(load_function(reward.function, section)))
         case config.ModelReward():
-            return Grader(name, open_score(reward, setting, section))
+            return Grader(name, open_score(reward, setting, section), on_mesh=True)

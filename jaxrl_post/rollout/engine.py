@@ -19,7 +19,6 @@ W prompt width, R response limit, V vocabulary, M prompts of a refill, U prompt 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -112,11 +111,11 @@ class Engine:
 
     def run(self) -> Samples:
         state = lax.while_loop(self._waiting, self._fill, self._start())
-        for slots, enough in itertools.pairwise((*self.shape.drain, 0)):
+        for (slots, ends), enough in zip(self.shape.phases, (*self.shape.drain[1:], 0), strict=True):
             state = self._pack(state, slots)
-            for tier, end in enumerate(caches.chunk_ends(state.cache)):
+            for end in ends:
                 running = functools.partial(self._running, enough, end)
-                state = lax.while_loop(running, functools.partial(self._decode, tier), state)
+                state = lax.while_loop(running, functools.partial(self._decode, end), state)
         return state.samples
 
     def _start(self) -> State:
@@ -176,7 +175,7 @@ class Engine:
             return state
         pending = state.admission.pieces > 0
         more = lambda carry: self._full(carry[0]) | (carry[1] & self._agreed(self._active(carry[0]).any()))
-        return lax.while_loop(more, lambda carry: (self._decode(0, carry[0]), jnp.bool(False)), (state, pending))[0]
+        return lax.while_loop(more, lambda carry: (self._decode(self.shape.max_new, carry[0]), jnp.bool(False)), (state, pending))[0]
 
     def _refill(self, state: State) -> State:
         """One more piece of the next M prompts; after the last one K requests start in the slots set aside for them."""
@@ -258,14 +257,14 @@ class Engine:
         returning = fresh._replace(sampled=before_K, token=last_K, history=history)
         return state._replace(cache=cache), partial.chosen(before_K > 0, returning, fresh)
 
-    def _decode(self, tier: int, state: State) -> State:
-        """One more token for every running slot, from the first tiers of the cache."""
+    def _decode(self, end: int, state: State) -> State:
+        """One more token for every running slot, from the first `end` columns of the cache."""
         shape, requests, slots = self.shape, self.requests, state.slots
         active_S, known_S = self._active(state), jnp.minimum(slots.request, self.N - 1)
         length_S = requests.lengths[known_S // shape.group]
         in_order = self.together and len(slots.row) == self.N
         row_S = None if in_order else slots.row
-        step = caches.decode_step(state.cache, tier, state.clock, row_S, length_S, slots.sampled)
+        step = caches.decode_step(state.cache, end, state.clock, row_S, length_S, slots.sampled)
         position_S1 = (length_S + slots.sampled - 1)[:, None]
         attention = functools.partial(caches.attend_cache, step)
         x_S1D, cache = self.decoder.through(self.weights, slots.token[:, None], position_S1, state.cache, attention)

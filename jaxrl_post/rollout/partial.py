@@ -23,7 +23,8 @@ import numpy as np
 from jax import lax
 
 from jaxrl_post.models.decoder import Decoder
-from jaxrl_post.rollout.cache import Cache, Caches, KeysValues, attend_heads
+from jaxrl_post.rollout import cache as caches
+from jaxrl_post.rollout.cache import Cache, Caches
 from jaxrl_post.rollout.logits import History, extend
 from jaxrl_post.rollout.stop_strings import Automaton
 from jaxrl_post.types import Completion, StopReason
@@ -177,23 +178,17 @@ def attend_returning(
     Token j of a request with `todo` of them lies in column clock - todo + j, counted round and round.
     """
     B, H, K, (old,) = *q_JBHD.shape[1:3], k_JBKD.shape[2], cache.responses
-    C, index_B = old.k.shape[-1], start + jnp.arange(B)
+    C, index_B = old.columns, start + jnp.arange(B)
     first_J1 = (clock - who.todo)[:, None]
     column_JB = jnp.where(index_B[None] < who.todo[:, None], (first_J1 + index_B[None]) % C, C)
-    slot_J1 = who.slot[:, None]
-    at = lambda x: x if i is None else x[i]
-    rows = (slot_J1,) if i is None else (i, slot_J1)
-    own = KeysValues(
-        old.k.at[(*rows, slice(None), slice(None), column_JB)].set(k_JBKD, mode="drop"),
-        old.v.at[(*rows, slice(None), column_JB)].set(v_JBKD, mode="drop"),
-    )
-    prompt_JW = jnp.arange(cache.prompts.k.shape[-1])[None] < who.length[:, None]
+    own = caches.set_columns(old, i, who.slot[:, None], column_JB, k_JBKD, v_JBKD)
+    prompt_JW = jnp.arange(cache.prompts.columns)[None] < who.length[:, None]
     seen_JBC = ((jnp.arange(C)[None] - first_J1) % C)[:, None] <= index_B[None, :, None]
     parts = [
-        (at(cache.prompts.k)[who.row], at(cache.prompts.v)[who.row], prompt_JW[:, None, None]),
-        (at(own.k)[who.slot], at(own.v)[who.slot], jnp.repeat(seen_JBC, H // K, axis=1)[:, None]),
+        (*caches.rows_of(cache.prompts, i, who.row), prompt_JW[:, None, None]),
+        (*caches.rows_of(own, i, who.slot), jnp.repeat(seen_JBC, H // K, axis=1)[:, None]),
     ]
-    return attend_heads(q_JBHD, parts), cache._replace(responses=(own,))
+    return caches.attend_heads(q_JBHD, parts, caches.key_axis(i)), cache._replace(responses=(own,))
 
 
 def with_versions(completions: Sequence[Completion], partial: Partial, step: int) -> list[Completion]:

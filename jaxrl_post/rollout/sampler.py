@@ -25,6 +25,7 @@ from jaxrl_post.rollout.stop_strings import Automaton, bytes_of_all, compile_str
 from jaxrl_post.types import Completion, StopReason
 from sharding.mesh import BATCH_AXES, batch_shards
 from sharding.placement import place
+from sharding.processes import exchange, fetch
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Sampler:
         what each id adds to the text, is needed for stop strings alone (`data.token_bytes`)."""
         check_ids("stop ids", stop_ids, config.vocab_size)
         self._graphdef, self._config, self._mesh = graphdef, config, mesh
-        self._memory = cache_memory(mesh.shape["tensor"])
+        self._memory = min(exchange(cache_memory(mesh.shape["tensor"])))  # which shapes the program
         self._stop_ids = frozenset(stop_ids)
         self._token_bytes = bytes_of_all(token_bytes, config.vocab_size)
         self._automata: dict[tuple[str, ...], Automaton] = {}
@@ -111,7 +112,7 @@ class Sampler:
         placed = place(requests, jax.tree.map(lambda _: sharded, requests))
         automaton = self._automata[strings] if strings else None
         automaton, step_array = place((automaton, np.int32(step)), jax.tree.map(lambda _: whole, (automaton, step)))
-        samples = jax.device_get(self._compiled[shape](params, placed, automaton, step_array))
+        samples = fetch(self._compiled[shape](params, placed, automaton, step_array))
         decoding = each or [options] * (len(prompts) * options.samples_per_prompt)
         rollout = self._completions(samples, decoding, options.samples_per_prompt, partial, step)
         if not all(np.isfinite([c.logp, c.raw_logp]).all() for c in rollout.completions):

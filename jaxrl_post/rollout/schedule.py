@@ -9,6 +9,7 @@ there is no room the slots are as many as fit, and a refill waits for a quarter 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 
 import jax
@@ -23,7 +24,7 @@ PIECE = 512  # prompt columns of one prefill
 PREFILL_TOKENS = 16_384  # prompt positions of one prefill, where whole groups allow
 SHORTEST_TIER, FEWEST_SLOTS = 8, 32
 CACHE_SHARE = 0.25  # of a device's memory
-PACKING = 1.5  # packing into half of the slots holds both caches
+PACKING = 1.5  # packing unrolled layers into half of the slots holds both caches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +93,12 @@ class EngineShape:
     def pieces(self) -> int:
         return -(-self.width // self.piece)
 
+    @property
+    def phases(self) -> list[tuple[int, list[int]]]:
+        """The slots of each part of the rollout, and the response columns up to the end of each of its tiers."""
+        ends = list(itertools.accumulate(self.chunks))
+        return [(slots, ends[min(joined, len(ends) - 1) :]) for joined, slots in enumerate(self.drain)]
+
 
 def engine_shape(
     prompts: int,
@@ -100,12 +107,16 @@ def engine_shape(
     sampling: Sampling,
     model: ModelConfig,
     memory: float,
+    unrolled: bool,
     partial: Of | None = None,
 ) -> EngineShape:
-    """The plan for `prompts` prompts a replica whose cache may take `memory` bytes."""
+    """The plan for `prompts` prompts a replica whose cache may take `memory` bytes.
+
+    Layers are `unrolled` on a CPU, where a product would copy its slice of a stack.
+    """
     group, requests = options.samples_per_prompt, prompts * options.samples_per_prompt
     piece = min(width, options.prefill_columns)
-    slots = min(options.slots or _slots_that_fit(memory, options, width, model), requests)
+    slots = min(options.slots or _slots_that_fit(memory, options, width, model, unrolled), requests)
     refill = min(options.refill or _refill(slots, group, requests, piece), requests)
     together = slots == requests
     tiered = together and partial is None  # the tokens of samples that go on lie in the last columns
@@ -119,7 +130,7 @@ def engine_shape(
         chunks=tiers(options.max_new_tokens) if tiered else (options.max_new_tokens,),
         drain=halvings(slots),
         prompt_rows=prompts if together else min(slots, -(-requests // refill) * max(1, refill // group)),
-        unrolled=jax.default_backend() == "cpu",
+        unrolled=unrolled,
         lockstep=options.lockstep,
         features=Features.of(sampling),
         top_logprobs=options.top_logprobs,
@@ -137,10 +148,13 @@ def cache_memory(tensor_shards: int) -> float:
     return CACHE_SHARE * total * tensor_shards
 
 
-def _slots_that_fit(memory: float, options: SampleOptions, width: int, model: ModelConfig) -> int:
+def _slots_that_fit(
+    memory: float, options: SampleOptions, width: int, model: ModelConfig, unrolled: bool
+) -> int:
     """Slots in so many bytes if each had a prompt of its own; whole groups if one fits."""
     column = 2 * model.layers * model.kv_heads * model.head_dim * jnp.dtype(model.dtype).itemsize
-    slots = int(min(memory / (column * (width + PACKING * options.max_new_tokens)), 2**30))
+    columns = width + (PACKING if unrolled else 1) * options.max_new_tokens
+    slots = int(min(memory / (column * columns), 2**30))
     group = options.samples_per_prompt
     return max(1, slots // group * group if slots >= group else slots)
 

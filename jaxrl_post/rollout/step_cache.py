@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.rollout import cache as caches
-from jaxrl_post.rollout.cache import Cache, KeysValues
+from jaxrl_post.rollout.cache import Cache
 
 Caches = Cache | tuple[Cache, ...]
 
@@ -39,16 +39,11 @@ def attend_rows(
     Only the first `columns` columns are read. A slot that is not running writes nothing.
     """
     S, old = len(length_S), cache.prompts
-    row_S, column_S = jnp.arange(S), jnp.where(running_S, length_S, old.k.shape[-1])
-    layer = () if i is None else (i,)
-    kept = KeysValues(
-        old.k.at[(*layer, row_S, slice(None), slice(None), column_S)].set(k_S1KN[:, 0], mode="drop"),
-        old.v.at[(*layer, row_S, slice(None), column_S)].set(v_S1KN[:, 0], mode="drop"),
-    )
-    k_SKNC, v_SKCN = (x if i is None else x[i] for x in kept)
+    column_S = jnp.where(running_S, length_S, old.columns)
+    kept = caches.set_columns(old, i, jnp.arange(S), column_S, k_S1KN[:, 0], v_S1KN[:, 0])
     mask_SC = jnp.arange(columns)[None] <= length_S[:, None]
-    part = (k_SKNC[..., :columns], v_SKCN[:, :, :columns], mask_SC[:, None, None])
-    return caches.attend_heads(q_S1HN, [part]), cache._replace(prompts=kept)
+    part = (*caches.first_of(kept, i, S, columns), mask_SC[:, None, None])
+    return caches.attend_heads(q_S1HN, [part], caches.key_axis(i)), cache._replace(prompts=kept)
 
 
 def copy_row(cache: Caches, prefix: Caches, row: jax.Array, mine: jax.Array) -> Caches:

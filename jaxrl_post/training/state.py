@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -31,7 +32,7 @@ def init_state(params: Tree, optimizer: Optimizer, shardings: TrainState) -> Tra
     """
     params = place(params, shardings.params)
     opt_state = jax.jit(_init_moments(optimizer), out_shardings=shardings.opt_state)(params)
-    return TrainState(params, opt_state, place(jnp.int32(0), shardings.step))
+    return TrainState(params, opt_state, place(np.int32(0), shardings.step))
 
 
 def abstract_state(params: Tree, optimizer: Optimizer) -> TrainState:

@@ -1,0 +1,114 @@
+"""Several processes that run one loop: what one of them knows becomes known to all. Knows no model.
+
+All processes call each of these functions, in the same order. A job of one process pays for none of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from sharding.placement import Tree, reshard
+
+Item = TypeVar("Item")
+Json = Any  # None, bool, int, float, text, and lists and dicts of these with text as keys; NaN is a float here
+SMALLEST = 256  # bytes of a message; longer ones are powers of two, so that few programs are compiled
+
+
+class PeerError(ValueError):
+    """Another process failed at what all were to do."""
+
+
+def is_first() -> bool:
+    """Whether this process speaks for all: it writes the run's files and shows its progress."""
+    return jax.process_index() == 0
+
+
+def fetch(tree: Tree) -> Tree:
+    """Whole arrays as numpy, on every process, wherever their parts are."""
+    return jax.device_get(jax.tree.map(_readable, tree))
+
+
+def exchange(value: Json) -> list[Json]:
+    """The values of all processes, in their order."""
+    return _outcomes(lambda: value)
+
+
+def from_first(make: Callable[[], Json]) -> Json:
+    """What `make` gives on the first process, which alone calls it. Raises: as `split_work`."""
+    return _outcomes(lambda: make() if is_first() else None)[0]
+
+
+def together(work: Callable[[], Item]) -> Item:
+    """`work()` on every process, each keeping its own result. Raises: as `split_work`."""
+    kept: list[Item] = []
+    _outcomes(lambda: kept.append(work()))
+    return kept[0]
+
+
+def split_work(items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Json]]) -> list[Json]:
+    """`work(items)`, each process doing a run of them: one result for each item, in order.
+
+    Raises: what `work` raised on this process, PeerError on those where it did not.
+    """
+    return [result for part in _outcomes(lambda: list(work(items[share(len(items))]))) for result in part]
+
+
+def share(count: int) -> slice:
+    """Which of `count` things are this process's: runs of equal length, up to one."""
+    here, processes = jax.process_index(), jax.process_count()
+    return slice(count * here // processes, count * (here + 1) // processes)
+
+
+def check_same(what: str, value: Json) -> None:
+    """Raises: ValueError on every process where `value` is not the same on all, naming the odd ones."""
+    values = exchange(value)
+    odd = [i for i, other in enumerate(values) if other != values[0]]
+    if odd:
+        raise ValueError(
+            f"{what} must be the same on all {len(values)} processes: {values[0]!r} on process 0, "
+            f"{values[odd[0]]!r} on process{'es' * (len(odd) > 1)} {', '.join(map(str, odd[:8]))}"
+        )
+
+
+def _readable(array: Any) -> Any:
+    """On every process's devices, where it is on those of several in parts."""
+    if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
+        return array
+    assert isinstance(array.sharding, NamedSharding)
+    return reshard(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
+
+
+def _outcomes(work: Callable[[], Json]) -> list[Json]:
+    """What `work` gives on each process; an error of one is an error of all, so that none waits for it."""
+    if jax.process_count() == 1:
+        return [work()]
+    failed: Exception | None = None
+    try:
+        outcome = {"value": work()}
+    except PeerError:  # all know
+        raise
+    except Exception as error:
+        failed, outcome = error, {"error": f"{type(error).__name__}: {error}"[:2000]}
+    outcomes = [json.loads(message) for message in _messages(json.dumps(outcome).encode())]
+    if failed is not None:
+        raise failed
+    for process, other in enumerate(outcomes):
+        if "error" in other:
+            raise PeerError(f"process {process} of {len(outcomes)}: {other['error']}")
+    return [other["value"] for other in outcomes]
+
+
+def _messages(mine: bytes) -> list[bytes]:
+    """Those of all processes. Lengths first: a collective needs one shape everywhere."""
+    lengths = multihost_utils.process_allgather(np.array([len(mine)], np.int32)).ravel().tolist()
+    room = max(SMALLEST, 1 << (max(lengths) - 1).bit_length())
+    padded = np.frombuffer(mine.ljust(room, b"\0"), np.uint8)
+    gathered = multihost_utils.process_allgather(padded)
+    return [row[:length].tobytes() for row, length in zip(gathered, lengths, strict=True)]
