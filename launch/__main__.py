@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxrl_post import recipes
+from jaxrl_post.config import Config
 from jaxrl_post.config_offline import OfflineConfig
+from launch import cluster
 from launch.faults import is_user_error
+from launch.supervisor import Cast, add_options, supervise
 
-TRAIN_USAGE = "python -m launch CONFIG [section.key=value ...] [--print-config]"
+TRAIN_USAGE = "python -m launch CONFIG [section.key=value ...] [--print-config] [--processes N]"
 OTHER_USAGES = (
     "python -m launch fetch NAME",
     "python -m launch export RUN_DIR --to DIR",
@@ -33,7 +36,7 @@ def main(words: Sequence[str]) -> int:
     """Run one command line; returns its exit code."""
     command, rest = (COMMANDS[words[0]], words[1:]) if words and words[0] in COMMANDS else (_train, words)
     try:
-        command(rest)
+        return command(rest) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -42,15 +45,25 @@ def main(words: Sequence[str]) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
-def _train(words: Sequence[str]) -> None:
+def _train(words: Sequence[str]) -> int:
     arguments = _train_arguments(words)
     config = recipes.load(_recipe_path(arguments.config), arguments.overrides)
     if arguments.print_config:
         print(recipes.dump(config), end="")
-        return
+        return 0
+    if arguments.processes is not None:
+        cluster.check_alone(arguments)
+        cast = Cast(arguments.processes, arguments.devices_per_process, arguments.max_restarts)
+        command = [sys.executable, "-m", "launch", arguments.config, *arguments.overrides]
+        return supervise(command, cast, Path(config.run_dir) / "logs")
+    with cluster.joined(cluster.find_place(arguments), arguments.join_limit):
+        _run(config)
+    return 0
+
+
+def _run(config: Config | OfflineConfig) -> None:
     from launch.compile_cache import enable
 
     enable()
@@ -177,7 +190,7 @@ def _policy_paths(given: argparse.Namespace) -> tuple[Path, Path | None]:
     return source, Path(given.weights) if given.weights else None
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "fetch": _fetch,
     "export": _export,
     "pairs": _pairs,
@@ -207,6 +220,8 @@ def _train_arguments(words: Sequence[str]) -> argparse.Namespace:
         "overrides", metavar="section.key=value", nargs="*", help="values are YAML; text may need quotes"
     )
     parser.add_argument("--print-config", action="store_true", help="print the effective recipe and stop")
+    add_options(parser)
+    cluster.add_options(parser)
     if not words:
         parser.error("give a recipe, such as configs/quickstart.yaml")
     dashed = [word for word in words if word.startswith("-") and "=" in word]

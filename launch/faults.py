@@ -21,6 +21,11 @@ def is_user_error(error: BaseException) -> bool:
     return isinstance(error, ValueError) and _raised_by_us(error)
 
 
+def exit_code(error: BaseException) -> int:
+    """Of a program that ends with it: 2 for the user's, 130 for an interrupt, 1 for a bug."""
+    return 130 if isinstance(error, KeyboardInterrupt) else 2 if is_user_error(error) else 1
+
+
 def _raised_by_us(error: BaseException) -> bool:
     at = error.__traceback__
     while at is not None and at.tb_next is not None:

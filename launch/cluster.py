@@ -1,0 +1,162 @@
+"""Joining the processes of a job: where this one stands, from options, the environment or the cluster's scheduler."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Mapping
+
+from launch.faults import exit_code
+from launch.rollcall import Place, StartError, answer
+
+HEARTBEAT_SECONDS = 60  # after which JAX ends the processes that are left when one of them is gone
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
+OPTIONS = ("--coordinator", "--process-id", "--processes-total")
+SCHEDULED = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several hosts (found out under Slurm, Open MPI, JobSet and on TPU pods)")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
+    group.add_argument("--process-id", type=int, metavar="I", help="which process this is, from 0")
+    group.add_argument("--processes-total", type=int, metavar="N", help="how many there are")
+    group.add_argument("--join-limit", type=float, default=300.0, metavar="S", help="seconds to wait for all (300)")
+
+
+def find_place(given: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Place | None:
+    """Where this process stands, None for a job of one.
+
+    Raises: ValueError for options or variables that are incomplete or wrong, and for one of many processes that nothing
+    tells where process 0 is.
+    """
+    options = (given.coordinator, given.process_id, given.processes_total)
+    if any(value is not None for value in options):
+        return _checked(*_complete(OPTIONS, options))
+    variables = tuple(environ.get(name) for name in VARIABLES)
+    if environ.keys() & set(VARIABLES[1:]):
+        coordinator, process, processes = _complete(VARIABLES, variables)
+        return _checked(coordinator, _number(VARIABLES[1], process), _number(VARIABLES[2], processes))
+    return _scheduled(environ, int(given.join_limit))
+
+
+def check_alone(given: argparse.Namespace) -> None:
+    """Raises: ValueError where --processes, which chooses a coordinator of its own, comes with the options of one."""
+    if any(value is not None for value in (given.coordinator, given.process_id, given.processes_total)):
+        raise ValueError(f"--processes starts a whole job on this machine: leave out {', '.join(OPTIONS)}")
+
+
+@contextlib.contextmanager
+def joined(place: Place | None, limit: float) -> Iterator[None]:
+    """Be one of the processes of a job; for None, a job of its own. Who fails leaves without waiting for the others.
+
+    Raises: StartError as `answer`.
+    """
+    if place is None:
+        yield
+        return
+    answer(place, limit)
+    _initialize(place, limit)
+    try:
+        yield
+    except BaseException as error:
+        # Runs before JAX's own farewell, which waits for all processes.
+        atexit.register(_leave, exit_code(error))
+        raise
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _initialize(place: Place, limit: float) -> None:
+    import jax
+
+    jax.config.update("jax_enable_preemption_service", False)  # the loop itself agrees on when to stop
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        place.coordinator,
+        place.processes,
+        place.process,
+        local_device_ids=place.local_devices,
+        cluster_detection_method="deactivate",
+        initialization_timeout=max(int(limit), 1),
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        shutdown_timeout_seconds=HEARTBEAT_SECONDS,
+    )
+
+
+def _complete(names: tuple[str, ...], values: tuple) -> tuple:
+    absent = [name for name, value in zip(names, values, strict=True) if value is None]
+    if absent:
+        raise ValueError(f"{', '.join(names)} belong together: {' and '.join(absent)} is not given")
+    return values
+
+
+def _number(name: str, value: str) -> int:
+    if not value.isdecimal():
+        raise ValueError(f"{name}={value!r}: expected a number")
+    return int(value)
+
+
+def _checked(coordinator: str, process: int, processes: int) -> Place | None:
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"coordinator {coordinator!r}: expected HOST:PORT, such as 10.0.0.1:8476")
+    if not 0 <= process < processes:
+        raise ValueError(f"process {process} of {processes}: numbers go from 0 to processes - 1")
+    return Place(coordinator, process, processes) if processes > 1 else None
+
+
+def _scheduled(environ: Mapping[str, str], limit: int) -> Place | None:
+    """As JAX finds it out from the scheduler's environment."""
+    indexed_pod = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys()
+    # Its Kubernetes reader needs a package, and outside a Job looks for what is not there.
+    asked = environ.keys() & set(SCHEDULED) or (indexed_pod and importlib.util.find_spec("kubernetes")) or _on_tpu()
+    found = _by_jax(limit) if asked else None
+    if found is None and (indexed_pod or environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1"):
+        raise ValueError(
+            "this is one of several processes, and nothing tells where process 0 is: give --coordinator HOST:PORT, "
+            f"--process-id and --processes-total, or set {', '.join(VARIABLES)} (python -m launch k8s writes them)"
+        )
+    if found is None or found.processes == 1:
+        return None
+    # JAX gives each process one device of its host; a process that has the host to itself takes all.
+    alone = "1" in (environ.get("OMPI_COMM_WORLD_LOCAL_SIZE"), _slurm_tasks_per_node(environ))
+    return dataclasses.replace(found, local_devices=None) if alone else found
+
+
+def _slurm_tasks_per_node(environ: Mapping[str, str]) -> str | None:
+    """The first node's, of `2(x3),1`."""
+    return environ.get("SLURM_STEP_TASKS_PER_NODE", "").partition(",")[0].partition("(")[0] or None
+
+
+def _on_tpu() -> bool:
+    if importlib.util.find_spec("libtpu") is None:
+        return False
+    from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
+
+    return running_in_cloud_tpu_vm
+
+
+def _by_jax(limit: int) -> Place | None:
+    from jax._src.clusters import ClusterEnv
+
+    try:
+        address, processes, process, local = ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, None, limit
+        )
+    except (RuntimeError, OSError, KeyError) as error:
+        raise StartError(
+            f"the scheduler's environment does not tell where process 0 is ({type(error).__name__}: {error}): give "
+            f"{', '.join(OPTIONS)}"
+        ) from error
+    if address is None or processes is None or process is None:
+        return None
+    return Place(address, process, processes, None if local is None else tuple(local))
