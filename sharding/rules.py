@@ -31,6 +31,7 @@ class Rules:
     kv_heads: MeshAxes = ()
     head_dim: MeshAxes = ()
     mlp: MeshAxes = ()
+    expert: MeshAxes = ()
     vocab: MeshAxes = ()
     batch: MeshAxes = ()
     length: MeshAxes = ()
@@ -57,11 +58,13 @@ TRAIN = Rules(
     heads=("tensor",),
     kv_heads=("tensor",),
     mlp=("tensor",),
+    expert=("expert",),
     vocab=("tensor",),
     batch=BATCH_AXES,
     length=("sequence",),
 )
-# The rollout engine runs every batch shard on its own, so each needs whole weights (up to the tensor axis).
+# The rollout engine runs every batch shard on its own, so each needs whole weights (up to the tensor axis). Experts stay
+# cut: the replicas along `expert` run their steps together.
 ROLLOUT = dataclasses.replace(TRAIN, embed=())
 
 

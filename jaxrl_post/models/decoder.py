@@ -1,6 +1,7 @@
-"""One decoder for training, prefill and decode: RMSNorm, rotary grouped-query attention, SwiGLU (Llama, Qwen2, Qwen3).
+"""One decoder for training, prefill and decode: RMSNorm, rotary grouped-query attention, SwiGLU or a mixture of them.
 
-B batch, T time, D width, H query heads, K key/value heads, N per-head width, F mlp width, V vocabulary, L layers.
+B batch, T time, D width, H query heads, K key/value heads, N per-head width, F mlp width, V vocabulary, L layers, k
+experts a token.
 
 Layers are stacked on a leading axis and scanned. Each weight declares shape, logical axes and initialiser once, in
 `Decoder.__init__`; shardings, abstract trees and format maps derive from it.
@@ -16,13 +17,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxrl_post.models import rope
+from jaxrl_post.models import moe, rope
 from jaxrl_post.models.attention import packed_attention
 from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.moe import Routing
+from jaxrl_post.models.placement import ANYWHERE, Placement
 
 Params = dict[str, Any]
 Layer = dict[str, jax.Array]
 State = Any
+MLP = Callable[[Layer, jax.Array, jax.Array | None], tuple[jax.Array, Routing | None]]
 
 
 class Stack(nnx.Module):
@@ -45,9 +49,13 @@ class Stack(nnx.Module):
             self.q_norm = weight((L, N), ("layers", "head_dim"), one)
             self.k_norm = weight((L, N), ("layers", "head_dim"), one)
         self.mlp_norm = weight((L, D), ("layers", None), one)
-        self.gate = weight((L, D, F), ("layers", "embed", "mlp"))
-        self.up = weight((L, D, F), ("layers", "embed", "mlp"))
-        self.down = weight((L, F, D), ("layers", "mlp", "embed"))
+        if config.moe:
+            for name, shape in moe.shapes(config.moe, D).items():
+                setattr(self, name, weight((L, *shape), ("layers", *moe.AXES[name])))
+        else:
+            self.gate = weight((L, D, F), ("layers", "embed", "mlp"))
+            self.up = weight((L, D, F), ("layers", "embed", "mlp"))
+            self.down = weight((L, F, D), ("layers", "mlp", "embed"))
 
 
 class Decoder(nnx.Module):
@@ -76,22 +84,37 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array,
         segments_BT: jax.Array,
         branches_BT: jax.Array,
-        place: Callable[[jax.Array], jax.Array] = lambda x_BTD: x_BTD,
+        place: Placement = ANYWHERE,
     ) -> jax.Array:
-        """Final hidden states [B, T, D] of packed rows (see `types.TrainBatch`), normed and ready for `logits`.
+        """Final hidden states [B, T, D] of packed rows (see `types.TrainBatch`), normed and ready for `logits`."""
+        return self.routed(tokens_BT, positions_BT, segments_BT, branches_BT, place)[0]
 
-        `place` may constrain the sharding of the residual stream. Without it, and with D of the weights cut over a
-        batch axis, the compiler gathers the rows on every device instead of the weights.
+    def routed(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        segments_BT: jax.Array,
+        branches_BT: jax.Array,
+        place: Placement = ANYWHERE,
+        choices_LBTk: jax.Array | None = None,
+    ) -> tuple[jax.Array, Routing | None]:
+        """`hidden`, and what the routers of all layers said, with a leading L; None of a model without experts.
+
+        With choices (integers) tokens go to these experts, not to those the routers would choose now.
         """
         cos, sin = rope.phases(self.config, positions_BT)
+        mlp = self._mlp(place)
 
-        def layer(x_BTD: jax.Array, w: Layer) -> tuple[jax.Array, None]:
+        def layer(x_BTD: jax.Array, of_layer: tuple[Layer, jax.Array | None]) -> tuple[jax.Array, Routing | None]:
+            w, choices_BTk = of_layer
             q, k, v = self._qkv(w, x_BTD, cos, sin)
-            x_BTD = self._finish(w, x_BTD, packed_attention(q, k, v, segments_BT, branches_BT))
-            return x_BTD, None
+            attended_BTHN = packed_attention(q, k, v, segments_BT, branches_BT)
+            return self._finish(w, x_BTD, attended_BTHN, mlp, choices_BTk)
 
-        x_BTD, _ = lax.scan(_remat(layer, self.config.remat), place(self._embed(tokens_BT)), self.stacked())
-        return _norm(x_BTD, self.norm[...], self.config.norm_eps)
+        x_BTD, routing = lax.scan(
+            _remat(layer, self.config.remat), place(self._embed(tokens_BT)), (self.stacked(), choices_LBTk)
+        )
+        return _norm(x_BTD, self.norm[...], self.config.norm_eps), routing
 
     def stacked(self) -> Layer:
         """The weights of all layers, each array with a leading L."""
@@ -121,23 +144,37 @@ class Decoder(nnx.Module):
 
         Returns: [B, T, D] and the state.
         """
-        cos, sin = rope.phases(self.config, positions_BT)
+        return self.routed_through(weights, tokens_BT, positions_BT, state, attention)[:2]
 
-        def layer(x_BTD: jax.Array, state: State, i: jax.Array | None, w: Layer) -> tuple[jax.Array, State]:
+    def routed_through(
+        self,
+        weights: Layer | tuple[Layer, ...],
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        state: State,
+        attention: Callable[[State, jax.Array | None, jax.Array, jax.Array, jax.Array], tuple[jax.Array, State]],
+    ) -> tuple[jax.Array, State, jax.Array | None]:
+        """`through`, and the experts that each token went to, as `moe.record`, [L, B, T, k]; None without experts."""
+        cos, sin = rope.phases(self.config, positions_BT)
+        mlp = self._mlp(ANYWHERE)
+
+        def layer(x_BTD: jax.Array, state: State, i: jax.Array | None, w: Layer) -> tuple[Any, jax.Array | None]:
             attended_BTHN, state = attention(state, i, *self._qkv(w, x_BTD, cos, sin))
-            return self._finish(w, x_BTD, attended_BTHN), state
+            x_BTD, routing = self._finish(w, x_BTD, attended_BTHN, mlp, None)
+            return (x_BTD, state), moe.record(routing) if routing else None
 
         x_BTD = self._embed(tokens_BT)
         if isinstance(weights, tuple):
-            after = []
+            after, chosen = [], []
             for w, own in zip(weights, state, strict=True):
-                x_BTD, own = layer(x_BTD, own, None, w)
+                (x_BTD, own), choices_BTk = layer(x_BTD, own, None, w)
                 after.append(own)
-            state = tuple(after)
+                chosen.append(choices_BTk)
+            state, choices_LBTk = tuple(after), jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *chosen)
         else:
-            step = lambda carry, xs: (layer(*carry, *xs), None)
-            (x_BTD, state), _ = lax.scan(step, (x_BTD, state), (jnp.arange(self.config.layers), weights))
-        return _norm(x_BTD, self.norm[...], self.config.norm_eps), state
+            step = lambda carry, xs: layer(*carry, *xs)
+            (x_BTD, state), choices_LBTk = lax.scan(step, (x_BTD, state), (jnp.arange(self.config.layers), weights))
+        return _norm(x_BTD, self.norm[...], self.config.norm_eps), state, choices_LBTk
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Scores over the vocabulary, float32 [..., V], of final hidden states [..., D]."""
@@ -161,11 +198,19 @@ class Decoder(nnx.Module):
             q, k = _norm(q, w["q_norm"], config.norm_eps), _norm(k, w["k_norm"], config.norm_eps)
         return rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v
 
-    def _finish(self, w: Layer, x_BTD: jax.Array, attended_BTHN: jax.Array) -> jax.Array:
+    def _mlp(self, place: Placement) -> MLP:
+        """What follows attention in a layer: `moe.mixture`, or what every token goes through, with no routing."""
+        if self.config.moe:
+            return moe.mixture(self.config.moe, place)
+        return lambda w, h_BTD, _: (moe.swiglu(h_BTD, w["gate"], w["up"], w["down"]), None)
+
+    def _finish(
+        self, w: Layer, x_BTD: jax.Array, attended_BTHN: jax.Array, mlp: MLP, choices_BTk: jax.Array | None
+    ) -> tuple[jax.Array, Routing | None]:
         x_BTD = x_BTD + jnp.einsum("bthn,hnd->btd", attended_BTHN, w["o"].astype(x_BTD.dtype))
-        h = _norm(x_BTD, w["mlp_norm"], self.config.norm_eps)
-        gate, up, down = (w[name].astype(h.dtype) for name in ("gate", "up", "down"))
-        return x_BTD + (jax.nn.silu(h @ gate) * (h @ up)) @ down
+        h_BTD = _norm(x_BTD, w["mlp_norm"], self.config.norm_eps)
+        y_BTD, routing = mlp(w, h_BTD, choices_BTk)
+        return x_BTD + y_BTD, routing
 
 
 def _norm(x: jax.Array, scale_N: jax.Array, eps: float) -> jax.Array:

@@ -6,6 +6,7 @@ Each device is handed its own slice, read from the mapped file; no process holds
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from jax.tree_util import keystr
 from jaxrl_post.models.config import ModelConfig, from_huggingface
 from jaxrl_post.models.decoder import Params, abstract
 from jaxrl_post.models.shards import TensorSlice, capped, open_tensors
-from jaxrl_post.models.tensor_names import TENSORS, Bounds, Tensor
+from jaxrl_post.models.tensor_names import TENSORS, Bounds, Tensor, tensors_of
 
 DTYPES = {"F64", "F32", "F16", "BF16"}
 HEAD, EMBED = TENSORS["head"].name, TENSORS["embed"].name
@@ -59,10 +60,10 @@ def load_params(folder: str | Path, config: ModelConfig, shardings: Any) -> Para
 
     Raises: ValueError, before any array is made, as `open_checked`.
     """
-    tensors = open_checked(folder, config)
+    tensors, table = open_checked(folder, config), tensors_of(config.family)
     shapes = abstract(config)[1]
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, sharding: _load(tensors, TENSORS[parameter_name(path)], leaf, sharding), shapes, shardings
+        lambda path, leaf, sharding: _load(tensors, table[parameter_name(path)], leaf, sharding), shapes, shardings
     )
 
 
@@ -74,9 +75,12 @@ def open_checked(folder: str | Path, config: ModelConfig) -> dict[str, TensorSli
         model without a head, a tied one with a head of its own, and as `open_tensors`.
     """
     tensors = open_tensors(Path(folder))
-    if config.layers > len(tensors):  # before their names are spelt out
+    experts = config.moe.count if config.moe else 1
+    if config.layers * experts > len(tensors):  # before their names are spelt out
+        of_experts = f" with {experts} experts each" if config.moe else ""
         raise ValueError(
             f"{folder}: the weights do not fit config.json: {len(tensors)} tensors, num_hidden_layers={config.layers}"
+            f"{of_experts}"
         )
     _check(str(folder), tensors, expected_shapes(config), config.tie_embeddings)
     return tensors
@@ -86,9 +90,9 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor in a checkpoint of this decoder; a tied embedding has no head."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract(config)[1]):
-        tensor = TENSORS[parameter_name(path)]
-        shape = tensor.their_shape(leaf.shape[1:] if "{layer}" in tensor.name else leaf.shape)
-        shapes |= dict.fromkeys(tensor.names(config.layers), shape)
+        tensor = tensors_of(config.family)[parameter_name(path)]
+        shape = tensor.their_shape(leaf.shape[tensor.stacked :])
+        shapes |= dict.fromkeys((name for _, name in tensor.names(leaf.shape)), shape)
     return shapes
 
 
@@ -141,12 +145,13 @@ def _load(
 
     @functools.cache
     def read(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
-        if "{layer}" not in tensor.name:
-            return _read_part(tensors[tensor.name], tensor, leaf.shape, bounds, leaf.dtype)
-        names = tensor.names(leaf.shape[0])[slice(*bounds[0])]
+        n = tensor.stacked
         part = np.empty([stop - start for start, stop in bounds], leaf.dtype)
-        for layer, name in enumerate(names):
-            part[layer] = _read_part(tensors[name], tensor, leaf.shape[1:], bounds[1:], leaf.dtype)
+        starts = [start for start, _ in bounds[:n]]
+        for index in itertools.product(*(range(*ends) for ends in bounds[:n])):
+            here = tuple(i - start for i, start in zip(index, starts, strict=True))
+            source = tensors[tensor.name_at(index)]
+            part[here] = _read_part(source, tensor, leaf.shape[n:], bounds[n:], leaf.dtype)
         return part
 
     def callback(index: Any) -> np.ndarray:

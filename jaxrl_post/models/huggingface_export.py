@@ -18,13 +18,13 @@ from jaxrl_post.models.decoder import Params
 from jaxrl_post.models.folders import new_folder
 from jaxrl_post.models.huggingface import expected_shapes, parameter_name, read_raw_config
 from jaxrl_post.models.shards import INDEX, SINGLE, write_tensors
-from jaxrl_post.models.tensor_names import TENSORS
+from jaxrl_post.models.tensor_names import Tensor, tensors_of
 
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json",
 )  # fmt: skip
-Where = dict[str, tuple[str, int | None]]  # tensor name -> (our parameter, layer)
+Where = dict[str, tuple[str, Tensor, tuple[int, ...]]]  # tensor name -> our parameter, its table entry, (layer, expert)
 
 
 def save_params(
@@ -51,7 +51,7 @@ def save_params(
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype={dtype!r}: expected float32 or bfloat16")
     flat = {parameter_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    shapes, where = expected_shapes(config), _where(flat, config.layers)
+    shapes, where = expected_shapes(config), _where(flat, tensors_of(config.family))
     if where.keys() != shapes.keys():
         raise ValueError(f"params do not fit the config: {sorted(where.keys() ^ shapes.keys())[:8]}")
     if source is not None and (source / "config.json").is_file():
@@ -68,13 +68,12 @@ def save_params(
         _write_tensors(partial, flat, where, _shards(shapes, jnp.dtype(dtype).itemsize, max_shard_bytes), dtype)
 
 
-def _where(flat: dict[str, jax.Array], layers: int) -> Where:
-    where: Where = {}
-    for parameter in flat:
-        names = TENSORS[parameter].names(layers)
-        stacked = "{layer}" in TENSORS[parameter].name
-        where |= {name: (parameter, layer if stacked else None) for layer, name in enumerate(names)}
-    return where
+def _where(flat: dict[str, jax.Array], table: dict[str, Tensor]) -> Where:
+    return {
+        name: (parameter, table[parameter], index)
+        for parameter, leaf in flat.items()
+        for index, name in table[parameter].names(leaf.shape)
+    }
 
 
 def _shards(shapes: dict[str, tuple[int, ...]], itemsize: int, limit: int) -> list[list[str]]:
@@ -113,9 +112,8 @@ def _tensors(
     flat: dict[str, jax.Array], where: Where, names: list[str], dtype: str
 ) -> Iterator[tuple[str, np.ndarray]]:
     for name in names:
-        parameter, layer = where[name]
-        weight = flat[parameter] if layer is None else flat[parameter][layer]
-        yield name, TENSORS[parameter].to_theirs(np.asarray(weight, dtype=dtype))
+        parameter, tensor, index = where[name]
+        yield name, tensor.to_theirs(np.asarray(flat[parameter][index], dtype=dtype))
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -2,16 +2,19 @@
 
 A torch Linear stores [out, in] with heads and their width merged; ours keep [in, heads, width] apart. `dims` says which
 of our dims, in order, make each of theirs: q [D, H, N] under ((1, 2), (0,)) is their [H·N, D]. The leading L of stacked
-weights is not counted: there is one tensor for each layer.
+weights and the E of experts are not counted: there is one tensor for each layer and expert.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+
+from jaxrl_post.models.config import Family
 
 Bounds = Sequence[tuple[int, int]]
 VECTOR, MATRIX, LINEAR = ((0,),), ((0,), (1,)), ((1,), (0,))
@@ -19,20 +22,32 @@ VECTOR, MATRIX, LINEAR = ((0,),), ((0,), (1,)), ((1,), (0,))
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor's name, with `{layer}` where there is one per layer, and how its dims are made of ours."""
+    """A tensor's name, with `{layer}` where there is one per layer and `{expert}` where there is one per expert of it,
+    and how its dims are made of ours."""
 
     name: str
     dims: tuple[tuple[int, ...], ...]
 
     @property
+    def stacked(self) -> int:
+        """Our leading dims that are spread over tensors."""
+        return ("{layer}" in self.name) + ("{expert}" in self.name)
+
+    @property
     def order(self) -> tuple[int, ...]:
         return tuple(dim for group in self.dims for dim in group)
 
-    def names(self, layers: int) -> list[str]:
-        return [self.name.format(layer=layer) for layer in range(layers)] if "{layer}" in self.name else [self.name]
+    def name_at(self, index: Sequence[int]) -> str:
+        """Of the part at an index of the leading dims."""
+        return self.name.format(**dict(zip(("layer", "expert"), index, strict=False)))
+
+    def names(self, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], str]]:
+        """Index and name of each part of a weight whose shape here is `shape`."""
+        for index in itertools.product(*map(range, shape[: self.stacked])):
+            yield index, self.name_at(index)
 
     def their_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of a weight whose shape here, without L, is `shape`."""
+        """Of a weight whose shape here, without its leading dims, is `shape`."""
         return tuple(math.prod(shape[dim] for dim in group) for group in self.dims)
 
     def to_theirs(self, ours: np.ndarray) -> np.ndarray:
@@ -68,6 +83,25 @@ TENSORS = {
     "layers/gate": Tensor("model.layers.{layer}.mlp.gate_proj.weight", LINEAR),
     "layers/up": Tensor("model.layers.{layer}.mlp.up_proj.weight", LINEAR),
     "layers/down": Tensor("model.layers.{layer}.mlp.down_proj.weight", LINEAR),
+    "layers/router": Tensor("model.layers.{layer}.mlp.gate.weight", LINEAR),
+    "layers/expert_gate": Tensor("model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight", LINEAR),
+    "layers/expert_up": Tensor("model.layers.{layer}.mlp.experts.{expert}.up_proj.weight", LINEAR),
+    "layers/expert_down": Tensor("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight", LINEAR),
+    "layers/shared_gate": Tensor("model.layers.{layer}.mlp.shared_expert.gate_proj.weight", LINEAR),
+    "layers/shared_up": Tensor("model.layers.{layer}.mlp.shared_expert.up_proj.weight", LINEAR),
+    "layers/shared_down": Tensor("model.layers.{layer}.mlp.shared_expert.down_proj.weight", LINEAR),
+    "layers/shared_scale": Tensor("model.layers.{layer}.mlp.shared_expert_gate.weight", LINEAR),
     "norm": Tensor("model.norm.weight", VECTOR),
     "head": Tensor("lm_head.weight", MATRIX),
 }
+MIXTRAL = {
+    "layers/router": Tensor("model.layers.{layer}.block_sparse_moe.gate.weight", LINEAR),
+    "layers/expert_gate": Tensor("model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight", LINEAR),
+    "layers/expert_up": Tensor("model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight", LINEAR),
+    "layers/expert_down": Tensor("model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight", LINEAR),
+}
+
+
+def tensors_of(family: Family) -> dict[str, Tensor]:
+    """The tensor of each of our weights, as the family's checkpoints name it."""
+    return TENSORS | MIXTRAL if family == "mixtral" else TENSORS

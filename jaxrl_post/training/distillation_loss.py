@@ -16,9 +16,10 @@ from jax import lax
 
 from jaxrl_post.config_distillation import Distillation, Divergence
 from jaxrl_post.models.decoder import Decoder
+from jaxrl_post.models.placement import Placement
 from jaxrl_post.objectives import distillation
 from jaxrl_post.objectives.reductions import live, weighted_sum
-from jaxrl_post.training.logprobs import Placement, hidden_at, in_chunks, target_stats
+from jaxrl_post.training.logprobs import hidden_at, in_chunks, target_stats
 from jaxrl_post.training.loss import Scalars, Tally, regularizers, tally
 from jaxrl_post.types import TaughtBatch, TeacherView, TrainBatch
 

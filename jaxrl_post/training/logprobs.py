@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl_post.models.decoder import Decoder
+from jaxrl_post.models.placement import ANYWHERE, Placement
 from jaxrl_post.objectives.reductions import live
-
-Placement = Callable[[jax.Array], jax.Array]
 
 
 def token_logprobs(
@@ -30,7 +29,7 @@ def token_logprobs(
     *,
     temperature: float,
     chunk: int,
-    place: Placement = lambda x_BTD: x_BTD,
+    place: Placement = ANYWHERE,
     entropy_gradient: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """log softmax(z/temperature) at the targets and the entropy of that distribution, in nats; both float32 [B, M].
@@ -59,7 +58,7 @@ def hidden_at(
     segments_BT: jax.Array,
     branches_BT: jax.Array,
     source_BM: jax.Array,
-    place: Placement = lambda x_BTD: x_BTD,
+    place: Placement = ANYWHERE,
 ) -> jax.Array:
     """The hidden states [B, M, D] that predict the targets."""
     x_BTD = decoder.hidden(tokens_BT, positions_BT, segments_BT, branches_BT, place)

@@ -14,6 +14,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_post.models.placement import Placement
 from jaxrl_post.training.logprobs import token_logprobs
 from jaxrl_post.training.loss import Scalars, Tally, TokenLoss, combine, summarize
 from jaxrl_post.training.optimizer import Optimizer, clip
@@ -26,7 +27,6 @@ from sharding.rules import TRAIN, Rules
 Tree = Any
 Update = Callable[[TrainState, TrainBatch, Any], tuple[TrainState, Scalars, jax.Array]]
 Score = Callable[[Tree, TrainBatch, Any], jax.Array]
-Placement = Callable[[jax.Array], jax.Array]
 Seen = tuple[Tally, jax.Array]  # what adds up over micro-batches, and what the model said of each target, [B, M]
 
 
@@ -213,5 +213,4 @@ def _logprobs(
 def row_placement(batch_shardings: TrainBatch) -> Placement:
     """Keeps activations [B, T, D] cut like the rows, so that layers gather weights, which are smaller, not rows."""
     tokens = batch_shardings.tokens
-    rows = NamedSharding(tokens.mesh, PartitionSpec(*tokens.spec[1:]))
-    return lambda x_BTD: lax.with_sharding_constraint(x_BTD, rows)
+    return Placement(NamedSharding(tokens.mesh, PartitionSpec(*tokens.spec[1:])))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxrl_post.models.config import Llama3Rope, ModelConfig
+from jaxrl_post.models.config import Experts, Llama3Rope, ModelConfig
 from jaxrl_post.models.decoder import abstract
 from sharding.mesh import make_mesh
 from sharding.placement import tree_shardings
@@ -24,6 +24,11 @@ CASES = {
     "llama3-rope": dataclasses.replace(BASE, rope_theta=500.0, rope_scaling=SCALED),
     "qwen2": dataclasses.replace(BASE, family="qwen2", tie_embeddings=True),
     "qwen3": dataclasses.replace(BASE, family="qwen3", head_dim=16),
+    "mixtral": dataclasses.replace(BASE, family="mixtral", moe=Experts(4, 2, 48)),
+    "qwen2_moe": dataclasses.replace(
+        BASE, family="qwen2_moe", moe=Experts(6, 3, 24, shared_size=40, normalized=False), tie_embeddings=True
+    ),
+    "qwen3_moe": dataclasses.replace(BASE, family="qwen3_moe", head_dim=16, moe=Experts(5, 2, 24)),
 }
 
 
