@@ -44,6 +44,9 @@ class Model(Section):
     """Dtype of the master weights."""
     remat: Literal["none", "full", "dots"] = "none"
     """What the backward pass recomputes: nothing, each whole layer, or everything but matrix products."""
+    scan_layers: bool | Literal["auto"] = "auto"
+    """Whether an update loops over one compiled layer; otherwise layers are compiled in a row, which is faster on CPUs
+    and slower to compile. `auto`: a loop, but on CPUs for models of at most 8 layers."""
     attention: Literal["auto", "xla"] = "auto"
     """Attention backend; `auto` picks one that honours the mask and logs its pick."""
 

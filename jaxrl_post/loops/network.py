@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Literal
 
 import jax
 from flax import nnx
@@ -21,6 +22,8 @@ from jaxrl_post.models.huggingface import load_params, read_config
 from sharding.mesh import AXES, make_mesh, resolve_sizes
 from sharding.placement import Tree, reshard, tree_shardings
 from sharding.rules import ROLLOUT, TRAIN, Rules
+
+SHALLOW = 8  # layers; each that is not scanned takes half a second or so to compile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +91,28 @@ def model_config(config: Config | OfflineConfig, folder: Path | None, vocab_size
     shape = (
         read_config(folder) if folder is not None else random_config(config.model.random or RandomModel(), vocab_size)
     )
-    dtype = compute_dtype(config.model.dtype)
-    return dataclasses.replace(shape, dtype=dtype, param_dtype=config.model.param_dtype, remat=config.model.remat)
+    return dataclasses.replace(
+        shape,
+        dtype=compute_dtype(config.model.dtype),
+        param_dtype=config.model.param_dtype,
+        remat=config.model.remat,
+        scan_layers=_scans(config.model.scan_layers, shape.layers),
+        scan_layers=_scans(config.model.scan_layers, shape.layers),
+    )
+
+
+def _scans(asked: bool | Literal["auto"], layers: int) -> bool:
+    """`auto`: shallow models on a CPU are not scanned, which takes a fifth off an update there."""
+    if asked == "auto":
+        return jax.default_backend() != "cpu" or layers > SHALLOW
+    return asked
+
+
+def _scans(asked: bool | Literal["auto"], layers: int) -> bool:
+    """`auto`: shallow models on a CPU are not scanned, which takes a fifth off an update there."""
+    if asked == "auto":
+        return jax.default_backend() != "cpu" or layers > SHALLOW
+    return asked
 
 
 def compute_dtype(dtype: Dtype) -> str:

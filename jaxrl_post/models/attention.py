@@ -1,6 +1,7 @@
 """Attention of grouped queries over head-major keys, and the mask of packed rows.
 
-B batch, T queries, C keys (cache columns), H query heads, K key/value heads, N per-head width.
+B batch, T queries, C keys (cache columns), H query heads, K key/value heads, N per-head width,
+X queries of a key head: its H/K query heads by T.
 """
 
 from __future__ import annotations
@@ -14,16 +15,23 @@ QUERY_CHUNK = 512
 
 
 def attend(q_BTHN: jax.Array, k_BKCN: jax.Array, v_BKCN: jax.Array, mask_BTC: jax.Array) -> jax.Array:
-    """softmax(q·k/√N) v with a boolean mask; scores and softmax in float32. A query that sees no key returns 0."""
+    """softmax(q·k/√N) v with a boolean mask; scores and softmax in float32. A query that sees no key returns 0.
+
+    The mask is added to the scores and the sum divides the values, not the weights: each of them is one pass less over
+    [T, C], and a query's heads are laid out so that both products are plain ones per key head.
+    """
     B, T, H, N = q_BTHN.shape
-    K = k_BKCN.shape[1]
-    q_BTKGN = q_BTHN.reshape(B, T, K, H // K, N)
-    score = jnp.einsum("btkgn,bkcn->bkgtc", q_BTKGN, k_BKCN, preferred_element_type=jnp.float32) * N**-0.5
-    mask = mask_BTC[:, None, None]
-    score = jnp.where(mask, score, NEGATIVE)
-    weight = jnp.exp(score - lax.stop_gradient(score.max(-1, keepdims=True))) * mask
-    weight = weight / jnp.maximum(weight.sum(-1, keepdims=True), 1e-30)
-    return jnp.einsum("bkgtc,bkcn->btkgn", weight.astype(v_BKCN.dtype), v_BKCN).reshape(B, T, H, N)
+    K, C = k_BKCN.shape[1:3]
+    q_BKXN = q_BTHN.reshape(B, T, K, H // K, N).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, N)
+    score_BKXC = jnp.einsum("bkxn,bkcn->bkxc", q_BKXN, k_BKCN, preferred_element_type=jnp.float32) * N**-0.5
+    unseen_BTC = jnp.where(mask_BTC, 0.0, NEGATIVE)
+    score = score_BKXC.reshape(B, K, H // K, T, C) + unseen_BTC[:, None, None]
+    weight = jnp.exp(score - lax.stop_gradient(score.max(-1, keepdims=True)))
+    scale = mask_BTC.any(-1)[:, None, None] / weight.sum(-1)
+    weight_BKXC = weight.reshape(B, K, -1, C).astype(v_BKCN.dtype)
+    sum_BKXN = jnp.einsum("bkxc,bkcn->bkxn", weight_BKXC, v_BKCN, preferred_element_type=jnp.float32)
+    out = (sum_BKXN.reshape(B, K, H // K, T, N) * scale[..., None]).astype(v_BKCN.dtype)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, N)
 
 
 def packed_mask(query_T: jax.Array, segments_BT: jax.Array, branches_BT: jax.Array) -> jax.Array:

@@ -74,6 +74,8 @@ class ModelConfig:
     """Compute dtype; norms, rope, softmax and logits are float32 whatever it is."""
     param_dtype: str = "float32"
     remat: Remat = "none"
+    scan_layers: bool = True
+    """One layer compiled and looped over, or all of them in a row: longer to compile, faster on CPUs."""
     moe: Experts | None = None
 
     @property

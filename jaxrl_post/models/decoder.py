@@ -22,6 +22,7 @@ from jaxrl_post.models.attention import packed_attention
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.moe import Routing
 from jaxrl_post.models.placement import ANYWHERE, Placement
+from jaxrl_post.models.product import product
 
 Params = dict[str, Any]
 Layer = dict[str, jax.Array]
@@ -111,9 +112,16 @@ class Decoder(nnx.Module):
             attended_BTHN = packed_attention(q, k, v, segments_BT, branches_BT)
             return self._finish(w, x_BTD, attended_BTHN, mlp, choices_BTk)
 
-        x_BTD, routing = lax.scan(
-            _remat(layer, self.config.remat), place(self._embed(tokens_BT)), (self.stacked(), choices_LBTk)
-        )
+        layer = _remat(layer, self.config)
+        x_BTD = place(self._embed(tokens_BT))
+        if self.config.scan_layers:
+            x_BTD, routing = lax.scan(layer, x_BTD, (self.stacked(), choices_LBTk))
+        else:
+            routings = []
+            for i, w in enumerate(self.unrolled()):
+                x_BTD, of_layer = layer(x_BTD, (w, None if choices_LBTk is None else choices_LBTk[i]))
+                routings.append(of_layer)
+            routing = jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *routings)
         return _norm(x_BTD, self.norm[...], self.config.norm_eps), routing
 
     def stacked(self) -> Layer:
@@ -122,9 +130,11 @@ class Decoder(nnx.Module):
 
     def unrolled(self) -> tuple[Layer, ...]:
         """The weights layer by layer. On a CPU a product first copies its slice of a stack; a loop that comes back to
-        the weights cuts them once, before it.
+        the weights cuts them once, before it. Gradients come back by one concatenation, not a sum of padded slices.
         """
-        return tuple(jax.tree.map(lambda w, i=i: w[i], self.stacked()) for i in range(self.config.layers))
+        stacks, tree = jax.tree.flatten(self.stacked())
+        cut = [lax.split(w, (1,) * self.config.layers) for w in stacks]
+        return tuple(tree.unflatten([w[0] for w in of_layer]) for of_layer in zip(*cut, strict=True))
 
     def through(
         self,
@@ -179,7 +189,9 @@ class Decoder(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """Scores over the vocabulary, float32 [..., V], of final hidden states [..., D]."""
         head_VD = self.embed if self.config.tie_embeddings else self.head
-        return jnp.einsum("...d,vd->...v", x, head_VD[...].astype(x.dtype), preferred_element_type=jnp.float32)
+        folded_XD = x.reshape(-1, x.shape[-1])  # see `product`
+        logits_XV = jnp.einsum("xd,vd->xv", folded_XD, head_VD[...].astype(x.dtype), preferred_element_type=jnp.float32)
+        return logits_XV.reshape(*x.shape[:-1], -1)
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         return self.embed[...].astype(self.config.dtype)[tokens]
@@ -189,7 +201,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         config = self.config
         h = _norm(x_BTD, w["attention_norm"], config.norm_eps)
-        q, k, v = (jnp.einsum("btd,dhn->bthn", h, w[name].astype(h.dtype)) for name in "qkv")
+        q, k, v = (product(h, w[name]) for name in "qkv")
         if config.qkv_bias:
             q, k, v = (
                 y + w[f"{name}_bias"].astype(h.dtype)[None, None] for y, name in zip((q, k, v), "qkv", strict=True)
@@ -207,7 +219,7 @@ class Decoder(nnx.Module):
     def _finish(
         self, w: Layer, x_BTD: jax.Array, attended_BTHN: jax.Array, mlp: MLP, choices_BTk: jax.Array | None
     ) -> tuple[jax.Array, Routing | None]:
-        x_BTD = x_BTD + jnp.einsum("bthn,hnd->btd", attended_BTHN, w["o"].astype(x_BTD.dtype))
+        x_BTD = x_BTD + product(attended_BTHN, w["o"], axes=2)
         h_BTD = _norm(x_BTD, w["mlp_norm"], self.config.norm_eps)
         y_BTD, routing = mlp(w, h_BTD, choices_BTk)
         return x_BTD + y_BTD, routing
@@ -220,11 +232,12 @@ def _norm(x: jax.Array, scale_N: jax.Array, eps: float) -> jax.Array:
     return x32.astype(x.dtype) * scale_N.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-def _remat(layer: Callable, policy: str) -> Callable:
-    if policy == "none":
+def _remat(layer: Callable, config: ModelConfig) -> Callable:
+    if config.remat == "none":
         return layer
-    saveable = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}[policy]
-    return jax.checkpoint(layer, policy=saveable, prevent_cse=False)
+    saveable = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}[config.remat]
+    # Inside a scan nothing can be shared with the forward pass; in a row of layers the compiler would do so.
+    return jax.checkpoint(layer, policy=saveable, prevent_cse=not config.scan_layers)
 
 
 def split(decoder: Decoder) -> tuple[nnx.GraphDef, Params]:

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_post.models.config import Experts
 from jaxrl_post.models.placement import Placement
+from jaxrl_post.models.product import product
 from sharding.rules import TRAIN, partition_spec
 
 Weights = dict[str, jax.Array]
@@ -86,9 +87,8 @@ def mixture(moe: Experts, place: Placement) -> Mixture:
 
 
 def swiglu(h: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """The MLP of one expert, [X, D] to [X, D], in h's dtype."""
-    gate, up, down = (w.astype(h.dtype) for w in (gate, up, down))
-    return (jax.nn.silu(h @ gate) * (h @ up)) @ down
+    """The MLP of one expert, or of every token, [..., D] to [..., D], in h's dtype."""
+    return product(jax.nn.silu(product(h, gate)) * product(h, up), down)
 
 
 def route(

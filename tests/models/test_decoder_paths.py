@@ -95,11 +95,15 @@ def test_padding_content_moves_nothing_and_its_embedding_gets_no_gradient():
     assert all(np.isfinite(np.asarray(g)).all() for g in jax.tree.leaves(grads))
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
-def test_remat_changes_no_gradient(remat):
+@pytest.mark.parametrize(
+    "changes",
+    [{"remat": "full"}, {"remat": "dots"}, {"scan_layers": False}, {"scan_layers": False, "remat": "full"}],
+    ids=str,
+)
+def test_neither_remat_nor_the_scan_over_layers_changes_a_gradient(changes):
     config = CASES["qwen3"]
     grads, _ = program(config)(draw(config), *layouts()[PACKED])
-    others, _ = program(dataclasses.replace(config, remat=remat))(draw(config), *layouts()[PACKED])
+    others, _ = program(dataclasses.replace(config, **changes))(draw(config), *layouts()[PACKED])
     scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(grads))
     close = lambda a, b: np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=1e-6)
     jax.tree.map(close, others, grads)

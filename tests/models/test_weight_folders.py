@@ -308,7 +308,7 @@ def test_config_errors_name_path_key_and_value(tmp_path):
 
 RAW = to_huggingface(BASE)
 UNSUPPORTED = [
-    ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM' is not supported.*LlamaForCausalLM"),
+    ({"architectures": ["FalconForCausalLM"]}, "'FalconForCausalLM' is not supported.*LlamaForCausalLM"),
     ({"architectures": None}, "architecture None"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu'.*silu"),
     ({"attention_bias": True}, "attention_bias=True"),
