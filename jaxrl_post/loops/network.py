@@ -97,15 +97,7 @@ def model_config(config: Config | OfflineConfig, folder: Path | None, vocab_size
         param_dtype=config.model.param_dtype,
         remat=config.model.remat,
         scan_layers=_scans(config.model.scan_layers, shape.layers),
-        scan_layers=_scans(config.model.scan_layers, shape.layers),
     )
-
-
-def _scans(asked: bool | Literal["auto"], layers: int) -> bool:
-    """`auto`: shallow models on a CPU are not scanned, which takes a fifth off an update there."""
-    if asked == "auto":
-        return jax.default_backend() != "cpu" or layers > SHALLOW
-    return asked
 
 
 def _scans(asked: bool | Literal["auto"], layers: int) -> bool:
