@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ OTHER_USAGES = (
     "python -m launch evaluate CONFIG|RUN_DIR [section.key=value ...] [--weights RUN_DIR]",
     "python -m launch sample CONFIG|RUN_DIR [section.key=value ...] --prompt TEXT",
     "python -m launch serve CONFIG|RUN_DIR [section.key=value ...] [--port 8000]",
+    "python -m launch slurm|k8s|skypilot CONFIG [section.key=value ...] --hosts N",
 )
 
 
@@ -177,6 +179,15 @@ def _serve(words: Sequence[str]) -> None:
     serve(source, given.overrides, weights, asked)
 
 
+def _manifest(scheduler: str, words: Sequence[str]) -> None:
+    from launch import orders
+
+    parser = _Parser(prog=f"python -m launch {scheduler}", description="Write a ready file that trains on many hosts.")
+    orders.add_options(parser, scheduler)
+    given = parser.parse_intermixed_args(words)
+    orders.write(scheduler, given, _recipe_path(given.config))
+
+
 def _policy_parser(command: str, description: str) -> _Parser:
     parser = _Parser(prog=f"python -m launch {command}", description=description)
     parser.add_argument("source", metavar="CONFIG|RUN_DIR", help="a recipe, or the folder of its run")
@@ -197,6 +208,9 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "evaluate": _evaluate,
     "sample": _sample,
     "serve": _serve,
+    "slurm": functools.partial(_manifest, "slurm"),
+    "k8s": functools.partial(_manifest, "k8s"),
+    "skypilot": functools.partial(_manifest, "skypilot"),
 }
 
 
