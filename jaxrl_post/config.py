@@ -227,6 +227,22 @@ class Config(Section):
                 )
 
     @model_validator(mode="after")
+    def _experts_consistent(self) -> Config:
+        """What experts ask of the rest."""
+        moe = self.model.moe
+        if self.algorithm.kind == "distillation" and (moe.adds_loss or moe.routing_replay):
+            raise ValueError(
+                "algorithm.kind=distillation has no loss for routers and replays no routing: set "
+                "model.moe.aux_loss_coef=0, model.moe.z_loss_coef=0 and model.moe.routing_replay=false"
+            )
+        if moe.routing_replay and self.rollout.partial is not None:
+            raise ValueError(
+                "model.moe.routing_replay cannot follow samples that go on under other weights: set it to false, or "
+                "rollout.partial=null"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _policy_consistent(self) -> Config:
         """What sampling and a policy method ask of each other."""
         if not isinstance(self.algorithm, PolicyMethod):

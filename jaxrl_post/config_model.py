@@ -6,15 +6,30 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from jaxrl_post.config_base import Section
+from jaxrl_post.config_base import NonNegative, Section
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+class RandomExperts(Section):
+    """The mixture in the place of each layer's MLP."""
+
+    count: PositiveInt = 8
+    per_token: PositiveInt = 2
+    size: PositiveInt = 64
+    """Width of each expert, and of qwen2_moe's shared one."""
+
+    @model_validator(mode="after")
+    def _enough(self) -> RandomExperts:
+        if self.per_token > self.count:
+            raise ValueError(f"per_token={self.per_token} exceeds count={self.count}")
+        return self
 
 
 class RandomModel(Section):
     """A small randomly initialised decoder with a byte tokenizer: recipes and tests that need no download."""
 
-    family: Literal["llama", "qwen2", "qwen3"] = "llama"
+    family: Literal["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"] = "llama"
     hidden_size: PositiveInt = 64
     intermediate_size: PositiveInt = 128
     layers: PositiveInt = 2
@@ -23,6 +38,8 @@ class RandomModel(Section):
     head_dim: PositiveInt = 16
     tie_embeddings: bool = True
     initializer_range: float = Field(default=0.02, gt=0)
+    experts: RandomExperts | None = None
+    """For the families with experts, and for them alone."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> RandomModel:
@@ -30,7 +47,29 @@ class RandomModel(Section):
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs of features")
+        if (self.experts is not None) != (self.family in ("mixtral", "qwen2_moe", "qwen3_moe")):
+            needs = "needs experts: give count, per_token and size" if self.experts is None else "has no experts"
+            raise ValueError(f"family={self.family} {needs}; families with experts: mixtral, qwen2_moe, qwen3_moe")
         return self
+
+
+class Mixture(Section):
+    """Experts and their routers, of a model that has them (Mixtral, Qwen2-MoE, Qwen3-MoE)."""
+
+    backend: Literal["auto", "blocked", "ragged"] = "auto"
+    """How products are grouped by expert: `blocked`, a loop over blocks of one expert each, or `ragged`, XLA's ragged
+    product, which has a kernel on TPUs and elsewhere multiplies every row by every expert; `auto` picks by platform."""
+    aux_loss_coef: NonNegative = 0.0
+    """Of the load-balance loss of Switch Transformer, as transformers has it (`router_aux_loss_coef`). Without replay
+    it takes a forward pass more: the balance is that of the whole update."""
+    z_loss_coef: NonNegative = 0.0
+    """Of the mean square of the routers' log-partition (ST-MoE)."""
+    routing_replay: bool = False
+    """The update sends each token to the experts that the sampler chose for it (R3, arXiv:2510.11370)."""
+
+    @property
+    def adds_loss(self) -> bool:
+        return self.aux_loss_coef > 0 or self.z_loss_coef > 0
 
 
 class Model(Section):
@@ -49,6 +88,7 @@ class Model(Section):
     and slower to compile. `auto`: a loop, but on CPUs for models of at most 8 layers."""
     attention: Literal["auto", "xla"] = "auto"
     """Attention backend; `auto` picks one that honours the mask and logs its pick."""
+    moe: Mixture = Mixture()
 
     @model_validator(mode="after")
     def _one_source(self) -> Model:

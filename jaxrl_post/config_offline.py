@@ -278,6 +278,16 @@ class OfflineConfig(Section):
     evaluation: OfflineEvaluation = OfflineEvaluation()
 
     @model_validator(mode="after")
+    def _experts_consistent(self) -> OfflineConfig:
+        moe = self.model.moe
+        if moe.adds_loss or moe.routing_replay:
+            raise ValueError(
+                f"algorithm.kind={self.algorithm.kind} has no loss for routers and no sampler to replay: set "
+                "model.moe.aux_loss_coef=0, model.moe.z_loss_coef=0 and model.moe.routing_replay=false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> OfflineConfig:
         if self.evaluation.every and not self.data.holds_out:
             raise ValueError(

@@ -52,7 +52,8 @@ class Completion:
     float32 [n] under softmax(logits); `prompt` is the index of its prompt in the step. `stop_string` is the one that
     the last id completed. `top_ids` int32 and `top_logp` float32 [n, k] are the k likeliest ids of each place and their
     raw log-probabilities, where asked for. `versions` int32 [n] is the policy step in which each token was sampled, of
-    rollouts that may stop early. Example: ids [7, 8, 2], logp [-0.1, -1.2, -0.3], stop STOP, prompt 0.
+    rollouts that may stop early. `choices`, unsigned [prompt + n - 1, L, k], are the experts that each token but the
+    last went to, in every layer, where asked for. Example: ids [7, 8, 2], logp [-0.1, -1.2, -0.3], stop STOP, prompt 0.
     """
 
     prompt: int
@@ -64,6 +65,7 @@ class Completion:
     top_ids: np.ndarray | None = None
     top_logp: np.ndarray | None = None
     versions: np.ndarray | None = None
+    choices: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +84,8 @@ class Trajectory:
     `advantage` is one number for the whole response or float32 [n], one for each token. Samples with the same `group`
     share `prompt_ids`. `train` False keeps it out of the loss (and its denominators). `value` and `value_target`,
     float32 [n], are for a critic: what it said of each token's state at sampling time, and what it should have said.
-    `lesson` is its prompt's.
+    `lesson` is its prompt's. `choices`, unsigned [prompt + n - 1, L, k], are the experts that the sampler sent each
+    token but the last to, in every layer, where they are to be replayed.
     """
 
     group: int
@@ -94,6 +97,7 @@ class Trajectory:
     value: np.ndarray | None = None
     value_target: np.ndarray | None = None
     lesson: Lesson = Lesson()
+    choices: np.ndarray | None = None
 
 
 class TrainBatch(NamedTuple):
@@ -124,6 +128,13 @@ class TrainBatch(NamedTuple):
     old_logp: Any
     ref_logp: Any
     rollout_logp: Any
+
+
+class RoutedBatch(NamedTuple):
+    """Rows of one optimizer update and the experts each of their tokens goes to, unsigned [A, B, T, L, k]."""
+
+    rows: TrainBatch
+    choices: Any
 
 
 class TeacherView(NamedTuple):

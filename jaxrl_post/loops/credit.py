@@ -260,6 +260,7 @@ def to_trajectories(samples: Samples, drop_truncated: bool) -> list[Trajectory]:
             logp=c.logp,
             advantage=0.0,
             lesson=samples.prompts[c.prompt].lesson,
+            choices=c.choices,
             train=bool(samples.has_signal_P[c.prompt]) and not (drop_truncated and c.stop is StopReason.LENGTH),
         )
         for c in samples.rollout.completions

@@ -168,6 +168,7 @@ def sample(
         refill=options.refill,
         prefill_columns=options.prefill_columns,
         lockstep=options.lockstep,
+        routing=job.config.model.moe.routing_replay,
         **decoding(job.config, job.tokenizer),
     )
     ids = [prompt.ids for prompt in prompts]

@@ -114,7 +114,7 @@ def group_from_json(saved: dict[str, Any], prompts: Sequence[Prompt]) -> Group:
 
 def completion_to_json(c: Completion) -> dict[str, Any]:
     """A float32 survives JSON exactly."""
-    columns = {"ids": c.ids, "logp": c.logp, "raw_logp": c.raw_logp, "versions": c.versions}
+    columns = {"ids": c.ids, "logp": c.logp, "raw_logp": c.raw_logp, "versions": c.versions, "choices": c.choices}
     return {name: x.tolist() for name, x in columns.items() if x is not None} | {"stop": c.stop.name}
 
 
@@ -126,4 +126,5 @@ def completion_from_json(saved: dict[str, Any]) -> Completion:
         np.array(saved["raw_logp"], np.float32),
         StopReason[saved["stop"]],
         versions=np.array(saved["versions"], np.int32) if "versions" in saved else None,
+        choices=np.array(saved["choices"], np.uint16) if "choices" in saved else None,
     )

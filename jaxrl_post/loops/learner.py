@@ -22,10 +22,11 @@ from jaxrl_post.observe.progress import Phases
 from jaxrl_post.training.loss import Scalars, policy_loss
 from jaxrl_post.training.optimizer import make_optimizer
 from jaxrl_post.training.packing import PackReport, PackShape, pack, pack_shape
+from jaxrl_post.training.routing import choice_sharding, packed_choices, routed
 from jaxrl_post.training.state import TrainState, init_state, restorable_state, state_shardings
 from jaxrl_post.training.surrogate import sampler_metrics, weighed_advantage
-from jaxrl_post.training.update import batch_shardings, make_score, make_update
-from jaxrl_post.types import TrainBatch, Trajectory
+from jaxrl_post.training.update import Rows, Score, batch_shardings, make_score, make_update
+from jaxrl_post.types import RoutedBatch, TrainBatch, Trajectory
 from sharding.mesh import batch_shards
 from sharding.placement import place, reshard
 from sharding.processes import fetch
@@ -47,7 +48,11 @@ class Learner:
         )
         self._lessons = isinstance(algorithm, Distillation)  # teachers' prompts lie in the same rows
         self.shape = update_shape(job, config.rollout.max_new_tokens, self._lessons)
-        self._batch_shardings = batch_shardings(self.shape, job.network.mesh)
+        self._batch_shardings: TrainBatch = batch_shardings(self.shape, job.network.mesh)
+        self._replays = config.model.moe.routing_replay
+        read: Rows = self._batch_shardings  # by the update
+        if self._replays:
+            read = RoutedBatch(self._batch_shardings, choice_sharding(self._batch_shardings))
         num_sequences = _num_sequences(job, self.shape)
         temperature, chunk = config.rollout.temperature, config.training.logprob_chunk
         self._update: Callable[[TrainState, Any, Any], tuple[TrainState, Scalars, jax.Array]]
@@ -63,19 +68,22 @@ class Learner:
                 self._optimizer,
                 policy_loss(algorithm, num_sequences),
                 shardings=self._shardings,
-                batch_shardings=self._batch_shardings,
+                batch_shardings=read,
                 temperature=temperature,
                 chunk=chunk,
                 entropy_gradient=algorithm.entropy_coef > 0,
+                mixture=config.model.moe if job.network.model.moe else None,
             )
             self._complete = lambda _, batch: batch
-        self._score = make_score(
+        score = functools.partial(
+            make_score,
             job.network.graphdef,
             params_shardings=self._shardings.params,
-            batch_shardings=self._batch_shardings,
             temperature=temperature,
             chunk=chunk,
         )
+        self._score = score(batch_shardings=self._batch_shardings)
+        self._score_policy = score(batch_shardings=read) if self._replays else self._score
         self._sampler_metrics = jax.jit(sampler_metrics(algorithm, num_sequences))
         self._advantage = jax.jit(
             weighed_advantage(algorithm, num_sequences), out_shardings=self._batch_shardings.advantage
@@ -109,14 +117,21 @@ class Learner:
         """
         algorithm = self._job.config.algorithm
         minis = mini_batches(trajectories, algorithm.mini_batches)
-        packed = [self._pack(mini, algorithm.keeps_zero_advantage) for mini in minis]
-        batches = [(self._scored(state, batch, n_micro, phases), n_micro) for batch, n_micro, _ in packed]
+        packed = [self._pack(mini, self._keeps_all) for mini in minis]
+        choices = [self._choices(mini, self._keeps_all) for mini in minis]
+        batches = [
+            (self._scored(state, batch, chosen, n_micro, phases), n_micro)
+            for (batch, n_micro, _), chosen in zip(packed, choices, strict=True)
+        ]
         if algorithm.normalizes_weights:
             batches = [(batch._replace(advantage=self._advantage(batch)), n_micro) for batch, n_micro in batches]
         rows: list[Metrics] = []
         scored = algorithm.old_logprobs == "trainer"
         measured = self._measured_mismatch([batch for batch, n_micro in batches if n_micro and scored])
-        whole = [self._complete(mini, batch) for mini, (batch, _) in zip(minis, batches, strict=True)]
+        whole = [
+            routed(self._complete(mini, batch), chosen)
+            for mini, (batch, _), chosen in zip(minis, batches, choices, strict=True)
+        ]
         with phases("update_actor"):
             for _ in range(algorithm.epochs):
                 for (batch, n_micro), completed in zip(batches, whole, strict=True):
@@ -141,30 +156,50 @@ class Learner:
         if self._job.config.algorithm.old_logprobs == "sampler":
             return [t.logp[: len(t.response_ids) * t.train] for t in trajectories]
         with phases("old_log_prob"):
-            return self._scored_tokens(state.params, trajectories)
+            return self._scored_tokens(state.params, trajectories, self._score_policy)
 
     def reference_logprobs(self, trajectories: Sequence[Trajectory], phases: Phases) -> list[np.ndarray]:
         """log π_ref of each sampled token, as `old_logprobs`."""
         with phases("ref"):
-            return self._scored_tokens(self._reference, trajectories)
+            return self._scored_tokens(self._reference, trajectories, self._score)
 
-    def _scored_tokens(self, params: Params | None, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
+    def _scored_tokens(
+        self, params: Params | None, trajectories: Sequence[Trajectory], score: Score
+    ) -> list[np.ndarray]:
         found = []
         for mini in mini_batches(trajectories, self._job.config.algorithm.mini_batches):
             batch, n_micro, _ = self._pack(numbered(mini), keep_all=True)
-            logp_ABM = self._score(params, place(batch, self._batch_shardings), n_micro)
+            choices = self._choices(mini, keep_all=True) if score is self._score_policy else None
+            logp_ABM = score(params, routed(place(batch, self._batch_shardings), choices), n_micro)
             found += by_number(fetch(logp_ABM), batch.advantage, len(mini))
         return found
 
     def _pack(self, trajectories: Sequence[Trajectory], keep_all: bool) -> tuple[TrainBatch, int, Any]:
         return pack_update(self._job, trajectories, self.shape, keep_all, self._lessons)
 
-    def _scored(self, state: TrainState, batch: TrainBatch, n_micro: int, phases: Phases) -> TrainBatch:
+    @property
+    def _keeps_all(self) -> bool:
+        """Whether samples without advantage are in the rows too."""
+        return self._job.config.algorithm.keeps_zero_advantage or self._job.config.model.moe.adds_loss
+
+    def _choices(self, trajectories: Sequence[Trajectory], keep_all: bool) -> jax.Array | None:
+        """The sampler's choices of experts at the positions of these trajectories' rows, where they are replayed."""
+        if not self._replays:
+            return None
+        counted = zip(numbered(trajectories), trajectories, strict=True)
+        kept = [one if keep_all or np.any(t.advantage) else t for one, t in counted]
+        chosen = packed_choices(self._pack(kept, keep_all=False)[0], trajectories)
+        return place(chosen, choice_sharding(self._batch_shardings))
+
+    def _scored(
+        self, state: TrainState, batch: TrainBatch, choices: jax.Array | None, n_micro: int, phases: Phases
+    ) -> TrainBatch:
         """The batch on the devices, with π_old by the trainer and π_ref by the reference where asked for."""
         placed = place(batch, self._batch_shardings)
         if self._job.config.algorithm.old_logprobs == "trainer":
             with phases("old_log_prob"):
-                placed = placed._replace(old_logp=jax.block_until_ready(self._score(state.params, placed, n_micro)))
+                logp_ABM = self._score_policy(state.params, routed(placed, choices), n_micro)
+                placed = placed._replace(old_logp=jax.block_until_ready(logp_ABM))
         if self._job.config.algorithm.kl_in_loss:
             with phases("ref"):
                 placed = placed._replace(ref_logp=jax.block_until_ready(self._score(self._reference, placed, n_micro)))
@@ -220,7 +255,7 @@ def attention_length(model: ModelConfig) -> float:
     of the products' speed: measured on CPUs with 5M and 135M parameters (benchmarks/README.md).
     """
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    weights = model.hidden_size * (2 * queries + 2 * keys + 3 * model.intermediate_size)
+    weights = model.hidden_size * (2 * queries + 2 * keys + 3 * model.active_width)
     return weights / (2 * queries) / 4
 
 

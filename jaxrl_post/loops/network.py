@@ -12,11 +12,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrl_post.config import Config, RandomModel
-from jaxrl_post.config_model import Dtype
+from jaxrl_post.config_model import Dtype, Mixture
 from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import scalar_head
-from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.config import Experts, ModelConfig
 from jaxrl_post.models.decoder import Decoder, Params, abstract, split
 from jaxrl_post.models.huggingface import load_params, read_config
 from sharding.mesh import AXES, make_mesh, resolve_sizes
@@ -91,13 +91,31 @@ def model_config(config: Config | OfflineConfig, folder: Path | None, vocab_size
     shape = (
         read_config(folder) if folder is not None else random_config(config.model.random or RandomModel(), vocab_size)
     )
+    dtype = compute_dtype(config.model.dtype)
     return dataclasses.replace(
         shape,
-        dtype=compute_dtype(config.model.dtype),
+        dtype=dtype,
         param_dtype=config.model.param_dtype,
         remat=config.model.remat,
         scan_layers=_scans(config.model.scan_layers, shape.layers),
+        moe=_experts(shape, config.model.moe),
     )
+
+
+def _experts(shape: ModelConfig, options: Mixture) -> Experts | None:
+    """The experts of the model with the backend asked for. Raises: ValueError for options of a model without any."""
+    if shape.moe is None:
+        if asked := options.model_dump(exclude_defaults=True):
+            key, value = next(iter(asked.items()))
+            raise ValueError(
+                f"model.moe.{key}={value}: a {shape.family} model has no experts; remove the key, or use a Mixtral, "
+                "Qwen2-MoE or Qwen3-MoE model"
+            )
+        return None
+    backend = options.backend
+    if backend == "auto":
+        backend = "ragged" if jax.default_backend() == "tpu" else "blocked"
+    return dataclasses.replace(shape.moe, backend=backend)
 
 
 def _scans(asked: bool | Literal["auto"], layers: int) -> bool:
@@ -115,11 +133,15 @@ def compute_dtype(dtype: Dtype) -> str:
 
 
 def random_config(random: RandomModel, vocab_size: int) -> ModelConfig:
+    experts = None
+    if random.experts is not None:
+        count, per_token, size = random.experts.count, random.experts.per_token, random.experts.size
+        experts = Experts(count, per_token, size, shared_size=size if random.family == "qwen2_moe" else 0)
     return ModelConfig(
         family=random.family,
         vocab_size=vocab_size,
         hidden_size=random.hidden_size,
-        intermediate_size=random.intermediate_size,
+        intermediate_size=experts.size if experts and random.family == "mixtral" else random.intermediate_size,
         layers=random.layers,
         heads=random.heads,
         kv_heads=random.kv_heads,
@@ -127,6 +149,7 @@ def random_config(random: RandomModel, vocab_size: int) -> ModelConfig:
         tie_embeddings=random.tie_embeddings,
         initializer_range=random.initializer_range,
         max_positions=8192,
+        moe=experts,
     )
 
 

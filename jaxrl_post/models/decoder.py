@@ -128,6 +128,11 @@ class Decoder(nnx.Module):
         """The weights of all layers, each array with a leading L."""
         return nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
 
+    def shares_experts(self) -> bool:
+        """Whether these weights hold a part of the experts, and other devices the rest."""
+        moe = self.config.moe
+        return moe is not None and self.stacked()["expert_gate"].shape[1] < moe.count
+
     def unrolled(self) -> tuple[Layer, ...]:
         """The weights layer by layer. On a CPU a product first copies its slice of a stack; a loop that comes back to
         the weights cuts them once, before it. Gradients come back by one concatenation, not a sum of padded slices.

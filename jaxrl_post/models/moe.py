@@ -70,6 +70,13 @@ def record_dtype(experts: int) -> Any:
     return jnp.uint8 if experts <= 256 else jnp.uint16
 
 
+def replica_specs(axes: Any) -> Any:
+    """How a program that is manual over the batch axes is handed a decoder's weights, from the tree of their logical
+    axes: whole, but for the experts, which stay cut over `expert`."""
+    spec = lambda logical: PartitionSpec(*(EXPERT if axis == "expert" else None for axis in logical))
+    return jax.tree.map(spec, axes, is_leaf=lambda x: isinstance(x, tuple))
+
+
 def mixture(moe: Experts, place: Placement) -> Mixture:
     """(a layer's weights, h [B, T, D], choices int [B, T, k] or None) -> outputs [B, T, D] and the routing.
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +29,18 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl_post.models.decoder import Decoder, Params
+from jaxrl_post.models.moe import EXPERT, record_dtype
 from jaxrl_post.rollout import cache as caches
 from jaxrl_post.rollout import partial
 from jaxrl_post.rollout.cache import Caches
 from jaxrl_post.rollout.logits import History, extend, no_history, shaped, stopped
-from jaxrl_post.rollout.records import Requests, Samples, no_samples, record
+from jaxrl_post.rollout.records import Requests, Samples, keep_choices, keep_prompt_choices, no_samples, record
 from jaxrl_post.rollout.sampling import Draw, Sampling, draw, likeliest, uniforms
 from jaxrl_post.rollout.schedule import PREFILL_TOKENS, EngineShape
 from jaxrl_post.rollout.stop_strings import Automaton
 from sharding.mesh import BATCH_AXES
+
+WHOLE = PartitionSpec()
 
 
 class Slots(NamedTuple):
@@ -72,14 +75,17 @@ class State(NamedTuple):
     samples: Samples
 
 
-def make_rollout(graphdef: nnx.GraphDef, shape: EngineShape, mesh: Mesh) -> Callable[..., Samples]:
+def make_rollout(
+    graphdef: nnx.GraphDef, shape: EngineShape, mesh: Mesh, weight_specs: Any = WHOLE
+) -> Callable[..., Samples]:
     """Compile-once `rollout(params, requests, automaton, step) -> Samples`.
 
-    params: the training tree, laid out by rules whose weights are whole on every replica. requests: arrays with the
+    params: the training tree, laid out by rules whose weights are whole on every replica, but for what `weight_specs`
+    (`models.moe.replica_specs`) cut: replicas that share experts run their steps together. requests: arrays with the
     leading axis a multiple of the number of replicas. automaton: of the stop strings, None where no request has any.
     step: int32, the policy step.
     """
-    replica, sharded = PartitionSpec(), PartitionSpec(BATCH_AXES)
+    sharded = PartitionSpec(BATCH_AXES)
 
     def run(params: Params, requests: Requests, automaton: Automaton | None, step: jax.Array) -> Samples:
         return Engine(nnx.merge(graphdef, params), shape, requests, automaton, step).run()
@@ -88,7 +94,7 @@ def make_rollout(graphdef: nnx.GraphDef, shape: EngineShape, mesh: Mesh) -> Call
         jax.shard_map(
             run,
             mesh=mesh,
-            in_specs=(replica, sharded, replica, replica),
+            in_specs=(weight_specs, sharded, WHOLE, WHOLE),
             out_specs=sharded,
             axis_names=set(BATCH_AXES),
             check_vma=False,
@@ -106,6 +112,7 @@ class Engine:
         self.N = requests.ids.shape[0]
         self.together = shape.slots == self.N
         self.weights = decoder.unrolled() if shape.unrolled else decoder.stacked()
+        self.agreeing = BATCH_AXES if shape.lockstep else (EXPERT,) if decoder.shares_experts() else ()
         columns = shape.pieces * shape.piece
         self.tokens_PW = jnp.pad(requests.tokens, ((0, 0), (0, columns - shape.width)))
 
@@ -135,13 +142,14 @@ class Engine:
             ),
             queued=jnp.int32(0),
             clock=jnp.int32(0),
-            samples=no_samples(self.N, shape.max_new, shape.top_logprobs, self.requests.partial),
+            samples=self._no_choices(no_samples(self.N, shape.max_new, shape.top_logprobs, self.requests.partial)),
         )  # fmt: skip
 
-    # Conditions of the loops. In lockstep all replicas go on while any of them would.
+    # Conditions of the loops. Replicas in lockstep all go on while any of them would: all there are, or those that
+    # share experts.
 
     def _agreed(self, wanted: jax.Array) -> jax.Array:
-        return lax.pmax(wanted.astype(jnp.int32), BATCH_AXES) > 0 if self.shape.lockstep else wanted
+        return lax.pmax(wanted.astype(jnp.int32), self.agreeing) > 0 if self.agreeing else wanted
 
     def _active(self, state: State) -> jax.Array:
         return state.slots.request < self.N
@@ -189,7 +197,9 @@ class Engine:
         token_MB = lax.dynamic_slice_in_dim(self.tokens_PW[prompt_M], begin, shape.piece, axis=1)
         position_MB = jnp.broadcast_to(begin + jnp.arange(shape.piece), token_MB.shape)
         attention = functools.partial(caches.attend_prompt, begin, admission.row)
-        x_MBD, cache = self.decoder.through(self.weights, token_MB, position_MB, state.cache, attention)
+        x_MBD, cache, choices_LMBk = self.decoder.routed_through(
+            self.weights, token_MB, position_MB, state.cache, attention
+        )
         offset_M = requests.lengths[prompt_M] - 1 - begin
         at_M = jnp.clip(offset_M, 0, shape.piece - 1)
         last_MD = jnp.take_along_axis(x_MBD, at_M[:, None, None], axis=1)[:, 0]
@@ -198,8 +208,17 @@ class Engine:
         state = state._replace(
             cache=cache,
             admission=admission._replace(last=last_MD, pieces=jnp.where(done, 0, admission.pieces + 1)),
+            samples=keep_prompt_choices(state.samples, choices_LMBk, state.queued // shape.group, begin),
         )
         return self._admit(state, done)
+
+    def _no_choices(self, samples: Samples) -> Samples:
+        """With room for the experts of each token, where they are recorded."""
+        moe, (P, columns), R = self.decoder.config.moe, self.tokens_PW.shape, self.shape.max_new
+        if not self.shape.routing or moe is None:
+            return samples
+        empty = lambda *rows: jnp.zeros((*rows, self.decoder.config.layers, moe.per_token), record_dtype(moe.count))
+        return samples._replace(choices=empty(self.N, R), prompt_choices=empty(P, columns))
 
     def _admission(self, state: State) -> Admission:
         """K free slots and M prompt rows that no running slot reads; no row for what is beyond the queue.
@@ -267,7 +286,9 @@ class Engine:
         step = caches.decode_step(state.cache, end, state.clock, row_S, length_S, slots.sampled)
         position_S1 = (length_S + slots.sampled - 1)[:, None]
         attention = functools.partial(caches.attend_cache, step)
-        x_S1D, cache = self.decoder.through(self.weights, slots.token[:, None], position_S1, state.cache, attention)
+        x_S1D, cache, choices_LS1k = self.decoder.routed_through(
+            self.weights, slots.token[:, None], position_S1, state.cache, attention
+        )
         logits_SV = self.decoder.logits(x_S1D[:, 0])
         samples, drawn, history, done_S = self._next(
             state.samples, logits_SV, known_S, slots.sampled, slots.history, active_S
@@ -278,7 +299,9 @@ class Engine:
                 jnp.where(done_S, self.N, slots.request), slots.row, slots.sampled + active_S, drawn.token, history
             ),
             clock=state.clock + 1,
-            samples=samples._replace(decode_steps=samples.decode_steps + 1),
+            samples=keep_choices(samples, choices_LS1k, slots.request, slots.sampled - 1)._replace(
+                decode_steps=samples.decode_steps + 1
+            ),
         )
 
     def _pack(self, state: State, slots: int) -> State:

@@ -32,6 +32,8 @@ class Samples(NamedTuple):
     """What was sampled: tokens int32 [N, R], logp and raw_logp float32 [N, R], lengths int32 [N], stops int32 [N]
     (`StopReason`, 0 for a request with limit 0). Entries at or beyond a length are 0. `decode_steps` and `refills`
     int32 [1] a replica. top_ids int32 and top_logp float32 [N, R, n], the n likeliest; None where none are asked for.
+    choices [N, R, L, k] and prompt_choices [P, W, L, k], `models.moe.record`: the experts of each sampled token, the
+    last of a request apart, and of each prompt's; None where they are not recorded.
     """
 
     tokens: Any
@@ -43,6 +45,8 @@ class Samples(NamedTuple):
     refills: Any
     top_ids: Any
     top_logp: Any
+    choices: Any = None
+    prompt_choices: Any = None
 
 
 def no_samples(N: int, R: int, n: int, begun: Begun | None = None) -> Samples:
@@ -85,6 +89,26 @@ def record(
         top_logp=None if top_logp is None else put(samples.top_logp, top_logp),
     )
     return recorded, live_X & (stopped_X | full_X)
+
+
+def keep_choices(samples: Samples, choices_LS1k: jax.Array | None, request_S: jax.Array, count_S: jax.Array) -> Samples:
+    """Write down where token number `count` of each request went; a request of N is none."""
+    if samples.choices is None or choices_LS1k is None:
+        return samples
+    of_token_SLk = jnp.moveaxis(choices_LS1k[:, :, 0], 0, 1)
+    return samples._replace(choices=samples.choices.at[request_S, count_S].set(of_token_SLk, mode="drop"))
+
+
+def keep_prompt_choices(
+    samples: Samples, choices_LMBk: jax.Array | None, first: jax.Array, begin: jax.Array
+) -> Samples:
+    """Write down where the tokens from column `begin` of prompts `first` … `first + M - 1` went; beyond P is none."""
+    if samples.prompt_choices is None or choices_LMBk is None:
+        return samples
+    _, M, B, _ = choices_LMBk.shape
+    at = first + jnp.arange(M)[:, None], begin + jnp.arange(B)[None]
+    of_prompts = samples.prompt_choices.at[at].set(jnp.moveaxis(choices_LMBk, 0, 2), mode="drop")
+    return samples._replace(prompt_choices=of_prompts)
 
 
 def started(requests: Requests, partial: Partial, max_new: int, replicas: int) -> Requests:

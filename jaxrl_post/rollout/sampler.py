@@ -15,7 +15,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.decoder import Params
+from jaxrl_post.models.decoder import Params, abstract
+from jaxrl_post.models.moe import replica_specs
 from jaxrl_post.rollout.decoding import Decoding, check, check_ids, sampling_arrays
 from jaxrl_post.rollout.engine import make_rollout
 from jaxrl_post.rollout.partial import Partial, with_versions
@@ -55,6 +56,7 @@ class Sampler:
         check_ids("stop ids", stop_ids, config.vocab_size)
         self._graphdef, self._config, self._mesh = graphdef, config, mesh
         self._memory = min(exchange(cache_memory(mesh.shape["tensor"])))  # which shapes the program
+        self._specs = replica_specs(abstract(config)[2])
         self._stop_ids = frozenset(stop_ids)
         self._token_bytes = bytes_of_all(token_bytes, config.vocab_size)
         self._automata: dict[tuple[str, ...], Automaton] = {}
@@ -98,15 +100,20 @@ class Sampler:
         replicas = batch_shards(self._mesh)
         if partial:
             requests = started(requests, partial, options.max_new_tokens, replicas)
-        prompts_each = len(requests.lengths) // replicas
+        lengths, prompts_each = requests.lengths, len(requests.lengths) // replicas
         shape = engine_shape(
             prompts_each, options, width, requests.options, self._config, self._memory, partial.of if partial else None
         )
         if partial and shape.top_logprobs:
             raise ValueError(f"top_logprobs={shape.top_logprobs} of samples that go on are not kept: ask for 0")
+        if partial and self._config.moe and self._mesh.shape["expert"] > 1:
+            raise ValueError(
+                f"mesh.expert={self._mesh.shape['expert']}: replicas that share experts cannot stop a rollout early: "
+                "set mesh.expert=1, or rollout.partial=null"
+            )
         if shape not in self._compiled:
             log.info("rollout of %d prompts a replica: %s", prompts_each, shape.describe())
-            self._compiled[shape] = make_rollout(self._graphdef, shape, self._mesh)
+            self._compiled[shape] = make_rollout(self._graphdef, shape, self._mesh, self._specs)
         sharded = NamedSharding(self._mesh, PartitionSpec(BATCH_AXES))
         whole = NamedSharding(self._mesh, PartitionSpec())
         placed = place(requests, jax.tree.map(lambda _: sharded, requests))
@@ -115,6 +122,8 @@ class Sampler:
         samples = fetch(self._compiled[shape](params, placed, automaton, step_array))
         decoding = each or [options] * (len(prompts) * options.samples_per_prompt)
         rollout = self._completions(samples, decoding, options.samples_per_prompt, partial, step)
+        if samples.choices is not None:
+            rollout = _with_choices(rollout, samples, lengths)
         if not all(np.isfinite([c.logp, c.raw_logp]).all() for c in rollout.completions):
             raise ValueError(
                 f"the model's log-probs at step {step} are not finite: its weights are not, or training diverged; "
@@ -209,6 +218,16 @@ class Sampler:
             tuple(int(n) for n in samples.decode_steps),
             tuple(int(n) for n in samples.refills),
         )
+
+
+def _with_choices(rollout: Rollout, samples: Samples, length_P: np.ndarray) -> Rollout:
+    """Each completion with the experts of its prompt's tokens and of its own but the last."""
+
+    def routed(i: int, c: Completion) -> Completion:
+        prompt = samples.prompt_choices[c.prompt, : length_P[c.prompt]]
+        return dataclasses.replace(c, choices=np.concatenate([prompt, samples.choices[i, : max(len(c.ids) - 1, 0)]]))
+
+    return dataclasses.replace(rollout, completions=[routed(i, c) for i, c in enumerate(rollout.completions)])
 
 
 def _strings(decoding: Sequence[Decoding]) -> tuple[str, ...]:

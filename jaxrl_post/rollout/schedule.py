@@ -29,8 +29,8 @@ PACKING = 1.5  # packing unrolled layers into half of the slots holds both cache
 
 @dataclasses.dataclass(frozen=True)
 class SampleOptions(Decoding):
-    """What to sample, all requests alike. The last four change the speed and nothing else; `slots` and `refill` are of
-    a data replica."""
+    """What to sample, all requests alike. `slots` to `lockstep` change the speed and nothing else; `slots` and `refill`
+    are of a data replica. `routing` records the experts of each token."""
 
     samples_per_prompt: int = 1
     max_new_tokens: int = 64
@@ -38,6 +38,7 @@ class SampleOptions(Decoding):
     refill: int | None = None
     prefill_columns: int = PIECE
     lockstep: bool = False
+    routing: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,7 @@ class EngineShape:
     lockstep: all replicas run the same number of steps.
     features, top_logprobs: what the draw does beyond the plain one; likeliest tokens recorded with each sampled one.
     partial: the rollout stops when enough samples, or groups, have finished; None: when all have.
+    routing: the experts of each token are recorded, of a model that has them.
     """
 
     slots: int
@@ -70,6 +72,7 @@ class EngineShape:
     features: Features
     top_logprobs: int = 0
     partial: Of | None = None
+    routing: bool = False
 
     def __post_init__(self) -> None:
         if self.refill > self.slots:
@@ -135,6 +138,7 @@ def engine_shape(
         features=Features.of(sampling),
         top_logprobs=options.top_logprobs,
         partial=partial,
+        routing=options.routing,
     )
 
 

@@ -16,7 +16,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_post.models.config import ModelConfig
-from jaxrl_post.models.decoder import Layer, Params
+from jaxrl_post.models.decoder import Layer, Params, abstract
+from jaxrl_post.models.moe import replica_specs
 from jaxrl_post.rollout import cache as caches
 from jaxrl_post.rollout.logits import History, extend, no_history, shaped, stopped
 from jaxrl_post.rollout.sampling import Features, Sampling, draw, likeliest, uniforms
@@ -92,12 +93,13 @@ class Programs:
         self._slot_shardings, self._prefix_shardings = shardings("batch"), shardings(None)
         self._slot_axis = PartitionSpec(*(None for _ in outer), BATCH_AXES)
         whole, by_slot = PartitionSpec(), PartitionSpec(BATCH_AXES)
+        weights = self._weight_specs()
         self.prefill = self._program(
-            self._prefill, (whole, whole, whole, whole), whole, self._prefix_shardings, donated=1
+            self._prefill, (weights, whole, whole, whole), whole, self._prefix_shardings, donated=1
         )
         self.extend = self._program(
             self._extend,
-            (whole, self._slot_axis, whole, whole, whole),
+            (weights, self._slot_axis, whole, whole, whole),
             self._slot_axis,
             self._slot_shardings,
             donated=1,
@@ -105,13 +107,22 @@ class Programs:
         self.insert = self._program(
             self._insert, (self._slot_axis, whole, whole), self._slot_axis, self._slot_shardings, donated=0
         )
-        self._whole, self._by_slot = whole, by_slot
+        self._weights, self._by_slot = weights, by_slot
         self._decodes: dict[tuple[Features, int, int], Callable[..., tuple[Caches, Steps]]] = {}
         self._empties: dict[tuple[int, int], Callable[[], Caches]] = {}
 
     def load(self, params: Params) -> Weights:
         decoder = nnx.merge(self._graphdef, params)
         return Weights(params, decoder.unrolled() if self._unrolled else decoder.stacked())
+
+    def _weight_specs(self) -> Weights:
+        """Experts stay cut over the replicas that share them, which run the same programs."""
+        params = replica_specs(abstract(self._config)[2])
+        layers = params["layers"]
+        if self._unrolled:
+            one = {name: PartitionSpec(*spec[1:]) for name, spec in layers.items()}
+            layers = (one,) * self._config.layers
+        return Weights(params, layers)
 
     def empty(self, rows: int, columns: int) -> Caches:
         """Of all slots, or a prefix of one row."""
@@ -127,7 +138,7 @@ class Programs:
         if asked not in self._decodes:
             self._decodes[asked] = self._program(
                 functools.partial(self._decode, *asked),
-                (self._whole, self._slot_axis, self._by_slot),
+                (self._weights, self._slot_axis, self._by_slot),
                 (self._slot_axis, PartitionSpec(None, BATCH_AXES)),
                 (self._slot_shardings, None),
                 donated=1,

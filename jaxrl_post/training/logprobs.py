@@ -61,7 +61,11 @@ def hidden_at(
     place: Placement = ANYWHERE,
 ) -> jax.Array:
     """The hidden states [B, M, D] that predict the targets."""
-    x_BTD = decoder.hidden(tokens_BT, positions_BT, segments_BT, branches_BT, place)
+    return at_targets(decoder.hidden(tokens_BT, positions_BT, segments_BT, branches_BT, place), source_BM)
+
+
+def at_targets(x_BTD: jax.Array, source_BM: jax.Array) -> jax.Array:
+    """[B, M, D], from the columns that predict the targets."""
     return jnp.take_along_axis(x_BTD, source_BM[..., None], axis=1, mode="clip")
 
 

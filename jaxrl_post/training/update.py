@@ -14,19 +14,23 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_post.config_model import Mixture
+from jaxrl_post.models.moe import Routing
 from jaxrl_post.models.placement import Placement
-from jaxrl_post.training.logprobs import token_logprobs
+from jaxrl_post.training import routing
+from jaxrl_post.training.logprobs import at_targets, chunked_logprobs
 from jaxrl_post.training.loss import Scalars, Tally, TokenLoss, combine, summarize
 from jaxrl_post.training.optimizer import Optimizer, clip
 from jaxrl_post.training.packing import POSITION_FIELDS, PackShape, empty_batch
 from jaxrl_post.training.state import TrainState
-from jaxrl_post.types import TrainBatch
+from jaxrl_post.types import RoutedBatch, TrainBatch
 from sharding.placement import tree_shardings
 from sharding.rules import TRAIN, Rules
 
 Tree = Any
-Update = Callable[[TrainState, TrainBatch, Any], tuple[TrainState, Scalars, jax.Array]]
-Score = Callable[[Tree, TrainBatch, Any], jax.Array]
+Rows = TrainBatch | RoutedBatch
+Update = Callable[[TrainState, Any, Any], tuple[TrainState, Scalars, jax.Array]]
+Score = Callable[[Tree, Any, Any], jax.Array]
 Seen = tuple[Tally, jax.Array]  # what adds up over micro-batches, and what the model said of each target, [B, M]
 
 
@@ -38,8 +42,9 @@ def make_update(
     temperature: float,
     chunk: int,
     shardings: TrainState,
-    batch_shardings: TrainBatch,
+    batch_shardings: Rows,
     entropy_gradient: bool = False,
+    mixture: Mixture | None = None,
 ) -> Update:
     """A jitted `update(state, batch, n_micro) -> (state, metrics, logp)`; the state is donated.
 
@@ -50,13 +55,17 @@ def make_update(
     Metrics are float32 scalars under verl's names: those of `loss.summarize`, `actor/grad_norm` (before clipping),
     `actor/lr`, `actor/skipped_update` (1 when the norm was not finite).
     `logp` float32 [A, B, M] is log π_θ of the targets before the update, 0 in micro-batches that were not used.
+    A model with experts needs their options, `mixture`: routers add to loss and metrics as `training.routing` says. A
+    `RoutedBatch` is computed along its choices.
     """
+    rows_shardings, _ = routing.parts(batch_shardings)
+    place = row_placement(rows_shardings)
 
-    place = row_placement(batch_shardings)
-
-    def micro_loss(params: Tree, micro: TrainBatch) -> tuple[jax.Array, Seen]:
-        logp_BM, entropy_BM = _logprobs(graphdef, params, micro, temperature, chunk, place, entropy_gradient)
-        loss, tally = token_loss(logp_BM, entropy_BM, micro)
+    def micro_loss(params: Tree, micro: Rows, whole: routing.Whole | None = None) -> tuple[jax.Array, Seen]:
+        logp_BM, entropy_BM, routed = _logprobs(graphdef, params, micro, temperature, chunk, place, entropy_gradient)
+        loss, tally = token_loss(logp_BM, entropy_BM, routing.parts(micro)[0])
+        if mixture and routed and whole:
+            loss, tally = routing.with_router(loss, tally, routed, micro, whole, mixture)
         return loss, (tally, logp_BM)
 
     return jit_update(
@@ -64,8 +73,20 @@ def make_update(
         optimizer,
         shardings=shardings,
         batch_shardings=batch_shardings,
-        said_shardings=batch_shardings.old_logp,
+        said_shardings=rows_shardings.old_logp,
+        metrics=routing.load_metrics if mixture else update_metrics,
+        survey=routing.survey(graphdef, place, mixture) if mixture else no_survey,
     )
+
+
+def update_metrics(tally: Tally, moved: Scalars) -> Scalars:
+    """Those of `loss.summarize` and of `apply_gradients`."""
+    return summarize(tally) | moved
+
+
+def no_survey(params: Tree, batch: Tree, n_micro: jax.Array) -> tuple[()]:
+    """Micro-batches need to know nothing of each other."""
+    return ()
 
 
 def jit_update(
@@ -76,20 +97,23 @@ def jit_update(
     batch_shardings: Tree,
     said_shardings: Any,
     held_shardings: Sequence[Tree] = (),
-    metrics: Callable[[Tally, Scalars], Scalars] = lambda tally, moved: summarize(tally) | moved,
+    metrics: Callable[[Tally, Scalars], Scalars] = update_metrics,
+    survey: Callable[[Tree, Tree, jax.Array], tuple[Any, ...]] = no_survey,
 ) -> Callable[..., tuple[TrainState, Scalars, jax.Array]]:
     """A jitted `update(state, batch, n_micro, *held) -> (state, metrics, said)`; the state is donated.
 
     `micro_loss(params, micro-batch, *held) -> (loss, (tally, what the model said of each target [B, M]))`. `held` are
     parameters beside those of the state, on `held_shardings`: they get no gradient and are not donated. `metrics` are
-    made from the whole update's tally and those of `apply_gradients`.
+    made from the whole update's tally and those of `apply_gradients`. What `survey(params, batch, n_micro)` finds out
+    about the whole update goes to each `micro_loss` after `held`.
     """
     gradient = placed_gradient(micro_loss, shardings.params)
 
     def update(
         state: TrainState, batch: Tree, n_micro: jax.Array, *held: Tree
     ) -> tuple[TrainState, Scalars, jax.Array]:
-        beside = lambda params, part: gradient(params, part, *held)
+        found = survey(state.params, batch, n_micro)
+        beside = lambda params, part: gradient(params, part, *held, *found)
         grads, (tally, said_ABM) = accumulate(beside, state.params, batch, n_micro)
         state, moved = apply_gradients(optimizer, state, grads, jnp.asarray(n_micro) > 0)
         return state, metrics(tally, moved), said_ABM
@@ -104,22 +128,26 @@ def jit_update(
 
 
 def make_score(
-    graphdef: nnx.GraphDef, *, temperature: float, chunk: int, params_shardings: Tree, batch_shardings: TrainBatch
+    graphdef: nnx.GraphDef, *, temperature: float, chunk: int, params_shardings: Tree, batch_shardings: Rows
 ) -> Score:
-    """A jitted `score(params, batch, n_micro) -> logp` float32 [A, B, M], 0 at dead targets: π_old or π_ref."""
+    """A jitted `score(params, batch, n_micro) -> logp` float32 [A, B, M], 0 at dead targets: π_old or π_ref.
 
-    place = row_placement(batch_shardings)
+    A `RoutedBatch` is computed along its choices.
+    """
 
-    def score(params: Tree, batch: TrainBatch, n_micro: jax.Array) -> jax.Array:
+    rows_shardings, _ = routing.parts(batch_shardings)
+    place = row_placement(rows_shardings)
+
+    def score(params: Tree, batch: Rows, n_micro: jax.Array) -> jax.Array:
         def body(i: jax.Array, logp_ABM: jax.Array) -> jax.Array:
-            logp_BM, _ = _logprobs(graphdef, params, micro(batch, i), temperature, chunk, place)
+            logp_BM, *_ = _logprobs(graphdef, params, micro(batch, i), temperature, chunk, place)
             return lax.dynamic_update_index_in_dim(logp_ABM, logp_BM, i, axis=0)
 
-        return lax.fori_loop(0, n_micro, body, jnp.zeros(batch.target.shape))
+        return lax.fori_loop(0, n_micro, body, jnp.zeros(routing.parts(batch)[0].target.shape))
 
-    everywhere = NamedSharding(batch_shardings.target.mesh, PartitionSpec())
+    everywhere = NamedSharding(rows_shardings.target.mesh, PartitionSpec())
     return jax.jit(
-        score, in_shardings=(params_shardings, batch_shardings, everywhere), out_shardings=batch_shardings.old_logp
+        score, in_shardings=(params_shardings, batch_shardings, everywhere), out_shardings=rows_shardings.old_logp
     )
 
 
@@ -188,26 +216,25 @@ def micro(batch: Tree, i: jax.Array | int) -> Tree:
 def _logprobs(
     graphdef: nnx.GraphDef,
     params: Tree,
-    micro: TrainBatch,
+    micro: Rows,
     temperature: float,
     chunk: int,
     place: Placement,
     entropy_gradient: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    return token_logprobs(
-        nnx.merge(graphdef, params),
-        micro.tokens,
-        micro.positions,
-        micro.segments,
-        micro.branches,
-        micro.source,
-        micro.target,
-        micro.mask,
+) -> tuple[jax.Array, jax.Array, Routing | None]:
+    """As `logprobs.token_logprobs`, and the routing."""
+    decoder, rows = nnx.merge(graphdef, params), routing.parts(micro)[0]
+    x_BTD, routed = routing.routed_rows(decoder, micro, place)
+    logp_BM, entropy_BM = chunked_logprobs(
+        decoder.logits,
+        at_targets(x_BTD, rows.source),
+        rows.target,
+        rows.mask,
         temperature=temperature,
         chunk=chunk,
-        place=place,
         entropy_gradient=entropy_gradient,
     )
+    return logp_BM, entropy_BM, routed
 
 
 def row_placement(batch_shardings: TrainBatch) -> Placement:
