@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from jaxrl_post.config_algorithms import GPG, GRPO, PolicyAlgorithm, PolicyGradient, PolicyMethod
-from jaxrl_post.config_base import Count, Section, default_kind
+from jaxrl_post.config_base import Count, Positive, Section, default_kind
 from jaxrl_post.config_distillation import Distillation
 from jaxrl_post.config_model import Model as Model
 from jaxrl_post.config_model import RandomModel as RandomModel
@@ -186,6 +186,8 @@ class Config(Section):
     optimizer: Optimizer = Optimizer()
     training: Training = Training()
     checkpoint: Checkpoint = Checkpoint()
+    watchdog_minutes: Positive | None = 60.0
+    """Longest that a phase of a step may last: the process then tells what it waits for and ends. Null: for ever."""
     evaluation: Evaluation = Evaluation()
     dump_rollouts: bool = True
     """Write every step's samples to rollouts/*.jsonl."""

@@ -275,6 +275,8 @@ class OfflineConfig(Section):
     optimizer: Optimizer = Optimizer()
     training: OfflineTraining = OfflineTraining()
     checkpoint: Checkpoint = Checkpoint()
+    watchdog_minutes: Positive | None = 60.0
+    """Longest that a phase of a step may last: the process then tells what it waits for and ends. Null: for ever."""
     evaluation: OfflineEvaluation = OfflineEvaluation()
 
     @model_validator(mode="after")

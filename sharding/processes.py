@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -18,6 +19,7 @@ from sharding.placement import Tree, reshard
 
 Item = TypeVar("Item")
 Json = Any  # None, bool, int, float, text, and lists and dicts of these with text as keys; NaN is a float here
+WAITING = "waiting"  # subject of a post: what a process that has done its own share waits for
 SMALLEST = 256  # bytes of a message; longer ones are powers of two, so that few programs are compiled
 
 
@@ -77,6 +79,20 @@ def check_same(what: str, value: Json) -> None:
         )
 
 
+def post(subject: str, text: str) -> None:
+    """Put up what this process is doing, for all to read without its help."""
+    if (client := distributed.global_state.client) is not None:
+        client.key_value_set(f"{subject}/{jax.process_index()}", text, allow_overwrite=True)
+
+
+def posts(subject: str) -> dict[int, str]:
+    """What each process has put up last, the empty text aside. Raises: RuntimeError when process 0 is gone."""
+    if (client := distributed.global_state.client) is None:
+        return {}
+    found = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(f"{subject}/")}
+    return {process: found[process] for process in sorted(found) if found[process]}
+
+
 def _readable(array: Any) -> Any:
     """On every process's devices, where it is on those of several in parts."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
@@ -96,7 +112,9 @@ def _outcomes(work: Callable[[], Json]) -> list[Json]:
         raise
     except Exception as error:
         failed, outcome = error, {"error": f"{type(error).__name__}: {error}"[:2000]}
+    post(WAITING, "the others")
     outcomes = [json.loads(message) for message in _messages(json.dumps(outcome).encode())]
+    post(WAITING, "")
     if failed is not None:
         raise failed
     for process, other in enumerate(outcomes):

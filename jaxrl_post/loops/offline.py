@@ -15,11 +15,13 @@ from jaxrl_post.loops.offline_job import OfflineJob, build
 from jaxrl_post.loops.offline_learner import OfflineLearner
 from jaxrl_post.loops.offline_reference import reference_scores
 from jaxrl_post.loops.run_folder import check_processes, due, last_step, reporting, write_config
+from jaxrl_post.loops.stopping import STOPPED, Stop
 from jaxrl_post.loops.teachers import Teachers
 from jaxrl_post.observe.compiles import CompileCounter
 from jaxrl_post.observe.metrics import METRICS
 from jaxrl_post.observe.plot import OFFLINE, plot_curves
 from jaxrl_post.observe.progress import Phases, Progress
+from jaxrl_post.observe.watchdog import Watchdog
 from jaxrl_post.training.state import TrainState
 from jaxrl_post.types_offline import Example
 from sharding.processes import is_first, together
@@ -48,10 +50,15 @@ def run(config: OfflineConfig) -> None:
     state = _start(job, checkpoints, learner, stream, done)
     write_config(config, run_dir)
 
-    with reporting(run_dir, done, config.steps) as (writer, progress), CompileCounter() as compiles:
+    with (
+        reporting(run_dir, done, config.steps) as (writer, progress),
+        CompileCounter() as compiles,
+        Watchdog(config.watchdog_minutes) as watchdog,
+        Stop() as stop,
+    ):
         for line in introduction(config, job.network, state, learner.shape.rows, _data(job), done):
             progress.note(line)
-        phases = Phases()
+        phases = Phases(watchdog.enter)
         if job.held_out and not done:
             writer.write(0, _note(progress, learner.evaluate(state.params, job.held_out, phases)))
             phases.collect()
@@ -61,19 +68,24 @@ def run(config: OfflineConfig) -> None:
             if job.held_out and due(step, config.evaluation.every, config.steps):
                 with phases("testing"):
                     metrics |= _note(progress, learner.evaluate(state.params, job.held_out, phases))
-            if due(step, config.checkpoint.every, config.steps):
+            stopping = stop.agreed()
+            if stopping or due(step, config.checkpoint.every, config.steps):
                 with phases("save_checkpoint"):
                     checkpoints.save(step, state._asdict(), {"data": stream.state(), **learner.state()})
             metrics |= phases.collect() | compiles.collect()
             metrics |= speed_metrics(metrics["perf/total_num_tokens"], metrics["timing_s/step"], job.network.mesh.size)
             writer.write(step, metrics)
             progress.update(step, metrics)
+            if stopping:
+                progress.note(STOPPED.format(step=step))
+                break
         checkpoints.close()
         if is_first():
             plot_curves(run_dir / METRICS, run_dir / CURVE, OFFLINE)
-        progress.note(
-            f"done. curve: {run_dir / CURVE}  metrics: {run_dir / METRICS}  checkpoints: {run_dir / 'checkpoints'}"
-        )
+        if not stopping:
+            progress.note(
+                f"done. curve: {run_dir / CURVE}  metrics: {run_dir / METRICS}  checkpoints: {run_dir / 'checkpoints'}"
+            )
 
 
 def _start(

@@ -25,6 +25,7 @@ from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.measures import Metrics, part_metrics, sample_metrics, speed_metrics
 from jaxrl_post.loops.network import initial_params, rollout_params
 from jaxrl_post.loops.run_folder import check_processes, due, last_step, reporting, write_config
+from jaxrl_post.loops.stopping import STOPPED, Stop
 from jaxrl_post.loops.taught_advantage import TaughtAdvantages
 from jaxrl_post.loops.teachers import Teachers
 from jaxrl_post.models.decoder import Params
@@ -32,6 +33,7 @@ from jaxrl_post.observe.compiles import CompileCounter
 from jaxrl_post.observe.metrics import METRICS
 from jaxrl_post.observe.plot import ONLINE, plot_curves
 from jaxrl_post.observe.progress import Phases, Progress
+from jaxrl_post.observe.watchdog import Watchdog
 from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.training.state import TrainState
 from sharding.processes import is_first, together
@@ -64,10 +66,15 @@ def run(config: Config) -> None:
     state = _start(job, checkpoints, learner, gather, credit, critic, done)
     write_config(config, run_dir)
 
-    with reporting(run_dir, done, config.steps) as (writer, progress), CompileCounter() as compiles:
+    with (
+        reporting(run_dir, done, config.steps) as (writer, progress),
+        CompileCounter() as compiles,
+        Watchdog(config.watchdog_minutes) as watchdog,
+        Stop() as stop,
+    ):
         for line in introduction(config, job.network, state, learner.shape, _data(job), done):
             progress.note(line)
-        phases = Phases()
+        phases = Phases(watchdog.enter)
         if config.evaluation.enabled and job.held_out and not done:
             writer.write(0, _note(progress, evaluate(job, sampler, state.params)))
             phases.collect()
@@ -90,7 +97,8 @@ def run(config: Config) -> None:
             if due(step, config.evaluation.every, config.steps) and config.evaluation.enabled and job.held_out:
                 with phases("testing"):
                     metrics |= _note(progress, evaluate(job, sampler, state.params))
-            if due(step, config.checkpoint.every, config.steps):
+            stopping = stop.agreed()
+            if stopping or due(step, config.checkpoint.every, config.steps):
                 with phases("save_checkpoint"):
                     checkpoints.save(
                         step, state._asdict() | (critic.arrays() if critic else {}), gather.state() | credit.state()
@@ -101,10 +109,14 @@ def run(config: Config) -> None:
             metrics |= speed_metrics(metrics["perf/total_num_tokens"], metrics["timing_s/step"], job.network.mesh.size)
             writer.write(step, metrics)
             progress.update(step, metrics)
+            if stopping:
+                progress.note(STOPPED.format(step=step))
+                break
         checkpoints.close()
         if is_first():
             plot_curves(run_dir / METRICS, run_dir / "reward.png", ONLINE)
-        progress.note(_conclusion(run_dir))
+        if not stopping:
+            progress.note(_conclusion(run_dir))
 
 
 def evaluate(job: Job, sampler: Sampler, params: Params) -> Metrics:

@@ -6,7 +6,7 @@ import contextlib
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console, Group
@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+BETWEEN = "between phases"
 SHOWN = {  # column: metric, format
     "reward": ("critic/rewards/mean", "{:.3f}"),
     "loss": ("loss", "{:.4f}"),
@@ -34,18 +35,24 @@ class Phases:
 
     Names follow verl: gen, reward, old_log_prob, ref, adv, update_actor, testing, save_checkpoint. A phase entered
     twice adds up. Work on a device is asynchronous: wait for the result inside the phase that should be charged for it.
+    `entered` is told of each phase as it begins, and of `BETWEEN` when none does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, entered: Callable[[str], None] = lambda phase: None) -> None:
+        self._entered, self._current = entered, BETWEEN
         self._seconds: dict[str, float] = {}
         self._since = time.perf_counter()
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
+        around, self._current = self._current, name
+        self._entered(name)
         try:
             yield
         finally:
+            self._current = around
+            self._entered(around)
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def collect(self) -> dict[str, float]:
