@@ -59,6 +59,12 @@ def batch_shards(mesh: jax.sharding.Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
+def platform(mesh: jax.sharding.Mesh) -> str:
+    """`cpu`, `gpu` or `tpu`: what the mesh's devices are, which need not be the kind that this process runs on."""
+    kind = mesh.devices.flat[0].platform
+    return "gpu" if kind in ("cuda", "rocm") else kind
+
+
 def _check_requested(requested: Mapping[str, int]) -> None:
     for axis, size in requested.items():
         if axis not in AXES:

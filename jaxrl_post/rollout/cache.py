@@ -8,8 +8,8 @@ Layers that are unrolled (on a CPU) have a cache each. Their responses are kept 
 the first columns alone reads whole arrays, where a slice of one would be a copy. Their keys have columns last, values
 their head width: both products then run along contiguous memory (2 to 5 times as fast as keys with the width last).
 
-Layers that are scanned share one cache with a leading L, of which each reads a slice. Responses are one array, read up
-to any column, and keys have the width last as values do: else TPUs lay every layer's keys out anew at each step.
+Layers that are scanned (on accelerators) share one cache with a leading L, of which each reads a slice. Responses are
+one array, read up to any column, and keys have the width last as values do.
 
 L layers of a run, U prompt rows, W prompt columns, S slots, C columns of a chunk, K key/value heads, G query heads for
 each (H = K·G), N per-head width, M prompts of a prefill, B columns of a prefill piece.
@@ -202,9 +202,7 @@ def attend_cache(
     """Attention of every slot's token to its prompt and to the response so far; writes the token's column first."""
     S, written = len(q_S1HN), len(step.masks) - 1
     new, old = laid_out(k_S1KN, v_S1KN, i), cache.responses[written]
-    chunk = KeysValues(
-        _write(old.k, new.k, i, step.column, key_axis(i)), _write(old.v, new.v, i, step.column, axis=2)
-    )
+    chunk = KeysValues(_write(old.k, new.k, i, step.column, key_axis(i)), _write(old.v, new.v, i, step.column, axis=2))
     cache = cache._replace(responses=(*cache.responses[:written], chunk, *cache.responses[written + 1 :]))
     of_prompts = cache.prompts
     prompts = (

@@ -183,7 +183,9 @@ class Engine:
             return state
         pending = state.admission.pieces > 0
         more = lambda carry: self._full(carry[0]) | (carry[1] & self._agreed(self._active(carry[0]).any()))
-        return lax.while_loop(more, lambda carry: (self._decode(self.shape.max_new, carry[0]), jnp.bool(False)), (state, pending))[0]
+        return lax.while_loop(
+            more, lambda carry: (self._decode(self.shape.max_new, carry[0]), jnp.bool(False)), (state, pending)
+        )[0]
 
     def _refill(self, state: State) -> State:
         """One more piece of the next M prompts; after the last one K requests start in the slots set aside for them."""

@@ -24,7 +24,7 @@ from jaxrl_post.rollout.records import Requests, Samples, started
 from jaxrl_post.rollout.schedule import EngineShape, SampleOptions, cache_memory, engine_shape
 from jaxrl_post.rollout.stop_strings import Automaton, bytes_of_all, compile_strings, completed_by_last
 from jaxrl_post.types import Completion, StopReason
-from sharding.mesh import BATCH_AXES, batch_shards
+from sharding.mesh import BATCH_AXES, batch_shards, platform
 from sharding.placement import place
 from sharding.processes import exchange, fetch
 
@@ -102,7 +102,14 @@ class Sampler:
             requests = started(requests, partial, options.max_new_tokens, replicas)
         lengths, prompts_each = requests.lengths, len(requests.lengths) // replicas
         shape = engine_shape(
-            prompts_each, options, width, requests.options, self._config, self._memory, partial.of if partial else None
+            prompts_each,
+            options,
+            width,
+            requests.options,
+            self._config,
+            self._memory,
+            platform(self._mesh),
+            partial.of if partial else None,
         )
         if partial and shape.top_logprobs:
             raise ValueError(f"top_logprobs={shape.top_logprobs} of samples that go on are not kept: ask for 0")

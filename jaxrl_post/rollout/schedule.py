@@ -110,16 +110,17 @@ def engine_shape(
     sampling: Sampling,
     model: ModelConfig,
     memory: float,
-    unrolled: bool,
+    platform: str,
     partial: Of | None = None,
 ) -> EngineShape:
-    """The plan for `prompts` prompts a replica whose cache may take `memory` bytes.
+    """The plan for `prompts` prompts a replica whose cache may take `memory` bytes, on `cpu`, `gpu` or `tpu`.
 
-    Layers are `unrolled` on a CPU, where a product would copy its slice of a stack.
+    On a CPU layers are unrolled: a product would copy its slice of a stack. On a TPU slots are not packed: its compiler
+    would copy the whole cache into another layout, and back, around each packing.
     """
     group, requests = options.samples_per_prompt, prompts * options.samples_per_prompt
     piece = min(width, options.prefill_columns)
-    slots = min(options.slots or _slots_that_fit(memory, options, width, model, unrolled), requests)
+    slots = min(options.slots or _slots_that_fit(memory, options, width, model, platform), requests)
     refill = min(options.refill or _refill(slots, group, requests, piece), requests)
     together = slots == requests
     tiered = together and partial is None  # the tokens of samples that go on lie in the last columns
@@ -131,9 +132,9 @@ def engine_shape(
         max_new=options.max_new_tokens,
         piece=piece,
         chunks=tiers(options.max_new_tokens) if tiered else (options.max_new_tokens,),
-        drain=halvings(slots),
+        drain=(slots,) if platform == "tpu" else halvings(slots),
         prompt_rows=prompts if together else min(slots, -(-requests // refill) * max(1, refill // group)),
-        unrolled=unrolled,
+        unrolled=platform == "cpu",
         lockstep=options.lockstep,
         features=Features.of(sampling),
         top_logprobs=options.top_logprobs,
@@ -152,12 +153,10 @@ def cache_memory(tensor_shards: int) -> float:
     return CACHE_SHARE * total * tensor_shards
 
 
-def _slots_that_fit(
-    memory: float, options: SampleOptions, width: int, model: ModelConfig, unrolled: bool
-) -> int:
+def _slots_that_fit(memory: float, options: SampleOptions, width: int, model: ModelConfig, platform: str) -> int:
     """Slots in so many bytes if each had a prompt of its own; whole groups if one fits."""
     column = 2 * model.layers * model.kv_heads * model.head_dim * jnp.dtype(model.dtype).itemsize
-    columns = width + (PACKING if unrolled else 1) * options.max_new_tokens
+    columns = width + (PACKING if platform == "cpu" else 1) * options.max_new_tokens
     slots = int(min(memory / (column * columns), 2**30))
     group = options.samples_per_prompt
     return max(1, slots // group * group if slots >= group else slots)

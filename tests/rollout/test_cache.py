@@ -30,7 +30,7 @@ def model(family):
 
 @functools.cache
 def programs(family, unrolled):
-    """Jitted prefill(params, tokens, begin, rows, cache) and decode(params, tokens, positions, tier, …, cache)."""
+    """Jitted prefill(params, tokens, begin, rows, cache) and decode(params, tokens, positions, end, …, cache)."""
     graphdef, _ = model(family)
 
     def through(params, tokens, positions, cache, attention):
@@ -43,8 +43,8 @@ def programs(family, unrolled):
         positions = jnp.broadcast_to(begin + jnp.arange(tokens.shape[1]), tokens.shape)
         return through(params, tokens, positions, cache, functools.partial(caches.attend_prompt, begin, rows))
 
-    def decode(params, tokens, tier, clock, rows, lengths, sampled, cache):
-        step = caches.decode_step(cache, tier, clock, rows, lengths, sampled)
+    def decode(params, tokens, end, clock, rows, lengths, sampled, cache):
+        step = caches.decode_step(cache, end, clock, rows, lengths, sampled)
         attention = functools.partial(caches.attend_cache, step)
         logits, cache = through(params, tokens[:, None], (lengths + sampled - 1)[:, None], cache, attention)
         return logits[:, 0], cache
@@ -98,29 +98,32 @@ def test_every_cut_into_prompt_and_response_gives_the_logits_of_one_forward_pass
         np.testing.assert_allclose(row[:n], full(family)[:n], rtol=0, atol=2e-5)
     for t in range(7):
         tokens = jnp.asarray([SEQUENCE[n + t] for n in lengths])
-        tier = int((clock + t) % COLUMNS >= chunks[0] and len(chunks) > 1)
+        end = chunks[0] if (clock + t) % COLUMNS < chunks[0] else COLUMNS
         logits, cache = programs(family, unrolled)[1](
-            model(family)[1], tokens, tier, jnp.int32(clock + t), jnp.asarray([2, 0, 3]), jnp.asarray(lengths),
+            model(family)[1], tokens, end, jnp.int32(clock + t), jnp.asarray([2, 0, 3]), jnp.asarray(lengths),
             jnp.full(3, t + 1), cache,
         )  # fmt: skip
         expected = np.stack([full(family)[n + t] for n in lengths])
         np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5)
 
 
-def test_one_prompt_row_serves_every_slot_and_slots_of_any_age():
+@pytest.mark.parametrize("unrolled", [True, False])
+def test_one_prompt_row_serves_every_slot_and_slots_of_any_age(unrolled):
     """Slot 1 starts two steps after slot 0 on the same prompt; a packed cache goes on as the whole one would."""
-    _, cache = prefilled("qwen3", True, stale("qwen3", True, (3, 5)), [5, 3, 1], 6)
-    decode, params = programs("qwen3", True)[1], model("qwen3")[1]
+    _, cache = prefilled("qwen3", unrolled, stale("qwen3", unrolled, (3, 5)), [5, 3, 1], 6)
+    decode, params = programs("qwen3", unrolled)[1], model("qwen3")[1]
     rows, lengths = jnp.asarray([2, 2, 0]), jnp.asarray([5, 5, 3])
     at = lambda slot, sampled: SEQUENCE[(5, 5, 3)[slot] + sampled - 1]
     for t, sampled in enumerate([[1, 1, 1], [2, 1, 2], [3, 1, 3], [4, 2, 4]]):
         tokens = jnp.asarray([at(slot, n) for slot, n in enumerate(sampled)])
-        logits, cache = decode(params, tokens, int(t >= 3), jnp.int32(t), rows, lengths, jnp.asarray(sampled), cache)
+        logits, cache = decode(
+            params, tokens, 3 if t < 3 else 8, jnp.int32(t), rows, lengths, jnp.asarray(sampled), cache
+        )
     expected = [full("qwen3")[8], full("qwen3")[6], full("qwen3")[6]]
     np.testing.assert_allclose(logits, np.stack(expected), rtol=0, atol=2e-5)
     packed = caches.pack(cache, jnp.asarray([1, 0]))
     assert caches.chunk_ends(packed) == [8]
-    logits, _ = decode(params, jnp.asarray([at(1, 3), at(0, 5)]), 0, jnp.int32(4), rows[:2], lengths[:2],
+    logits, _ = decode(params, jnp.asarray([at(1, 3), at(0, 5)]), 8, jnp.int32(4), rows[:2], lengths[:2],
                        jnp.asarray([3, 5]), packed)  # fmt: skip
     np.testing.assert_allclose(logits, np.stack([full("qwen3")[7], full("qwen3")[9]]), rtol=0, atol=2e-5)
 

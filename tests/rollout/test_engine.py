@@ -144,15 +144,15 @@ def test_the_decode_loops_copy_no_chunk_of_the_cache():
     for unrolled in (True, False):
         options = SampleOptions(samples_per_prompt=2, max_new_tokens=10)
         requests = sampler()._requests(PROMPTS, options, 8, 0, None, None)
-        shape = engine_shape(5, options, 8, requests.options, CONFIG, 1e9)
-        shape = dataclasses.replace(shape, unrolled=unrolled, chunks=(3, 7), drain=(10,))
+        shape = engine_shape(5, options, 8, requests.options, CONFIG, 1e9, "cpu" if unrolled else "gpu")
+        shape = dataclasses.replace(shape, chunks=(3, 7), drain=(10,))
         program = make_rollout(model()[0], shape, mesh_of()).lower(model()[1], requests, None, np.int32(0))
         bodies = re.findall(r"^%[^\n]*region[^\n]*\{\n(.*?)^\}", program.compile().as_text(), re.S | re.M)
         decoding = [body for body in bodies if "dynamic-update-slice" in body or "dynamic_update_slice" in body]
         assert decoding
-        leading = "" if unrolled else "2,"
-        for columns in (3, 7):
-            for cache in (f"f32[{leading}10,2,{columns},16]", f"f32[{leading}10,2,16,{columns}]"):
+        chunks = [f"10,2,{shape}" for shape in ("3,16", "7,16", "16,3", "16,7")] if unrolled else ["3,10,2,10,16"]
+        for chunk in chunks:
+            for cache in (f"f32[{chunk}]",):
                 assert cache in "".join(decoding)
                 copies = [line for body in decoding for line in body.splitlines() if " copy(" in line and cache in line]
                 assert copies == []
@@ -161,7 +161,7 @@ def test_the_decode_loops_copy_no_chunk_of_the_cache():
 def test_slots_fit_the_memory_and_hold_whole_groups():
     options, sampling = SampleOptions(4, 20), Sampling(*np.ones((3, 80), np.float32))
     column = 2 * CONFIG.layers * 2 * 16 * 4
-    fitting = lambda slots: engine_shape(20, options, 8, sampling, CONFIG, column * (8 + 1.5 * 20) * slots)
+    fitting = lambda slots: engine_shape(20, options, 8, sampling, CONFIG, column * (8 + 1.5 * 20) * slots, "cpu")
     assert (fitting(100).slots, fitting(100).refill, fitting(100).chunks) == (80, 80, (20,))
     assert (fitting(50).slots, fitting(50).refill, fitting(50).prompt_rows) == (48, 12, 21)
     assert fitting(3).slots == 3
