@@ -20,6 +20,7 @@ from sharding.placement import Tree, reshard
 Item = TypeVar("Item")
 Json = Any  # None, bool, int, float, text, and lists and dicts of these with text as keys; NaN is a float here
 WAITING = "waiting"  # subject of a post: what a process that has done its own share waits for
+TOLD = "All processes of the job were told of this."
 SMALLEST = 256  # bytes of a message; longer ones are powers of two, so that few programs are compiled
 
 
@@ -108,18 +109,18 @@ def _outcomes(work: Callable[[], Json]) -> list[Json]:
     failed: Exception | None = None
     try:
         outcome = {"value": work()}
-    except PeerError:  # all know
-        raise
     except Exception as error:
+        if TOLD in getattr(error, "__notes__", ()):  # by an exchange within `work`
+            raise
         failed, outcome = error, {"error": f"{type(error).__name__}: {error}"[:2000]}
     post(WAITING, "the others")
     outcomes = [json.loads(message) for message in _messages(json.dumps(outcome).encode())]
     post(WAITING, "")
-    if failed is not None:
-        raise failed
     for process, other in enumerate(outcomes):
         if "error" in other:
-            raise PeerError(f"process {process} of {len(outcomes)}: {other['error']}")
+            failed = failed or PeerError(f"process {process} of {len(outcomes)}: {other['error']}")
+            failed.add_note(TOLD)
+            raise failed
     return [other["value"] for other in outcomes]
 
 
