@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -261,6 +262,49 @@ def test_whoever_ignores_a_stop_is_ended(tmp_path):
     since = time.monotonic()
     assert supervise(deaf, Cast(1, grace=0.5), tmp_path) == 1
     assert time.monotonic() - since < 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
+def test_processes_end_with_whoever_watches_them(tmp_path):
+    say = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    sleep = [sys.executable, "-c", say]
+    watch = (
+        "from pathlib import Path; from launch.supervisor import *\n"
+        f"supervise({sleep!r}, Cast(1), Path({str(tmp_path)!r}))"
+    )
+    with subprocess.Popen([sys.executable, "-c", watch]) as supervisor_process:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.05)
+        child = int((tmp_path / "pid").read_text())
+        assert os.path.exists(f"/proc/{child}")
+        supervisor_process.kill()
+    deadline = time.monotonic() + 10
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(child)
+
+
+def is_running(pid):
+    """A zombie, which nobody has asked for its exit code, is not."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("process", ["0", "1"])
+def test_the_command_ends_in_time_when_a_peer_is_absent(tmp_path, process):
+    at = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "launch", "configs/tiny/grpo.yaml", f"run_dir={tmp_path / 'run'}"]
+    command += ["--coordinator", at, "--process-id", process, "--processes-total", "2", "--join-limit", "1"]
+    since = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert time.monotonic() - since < 11
+    for said in (at, "1 of 2 processes", "--join-limit"):
+        assert said in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_counts_below_one_are_refused():

@@ -45,7 +45,7 @@ def run(config: OfflineConfig) -> None:
         print(f"{run_dir} is at step {done} of {config.steps} already: give more `steps`, or another `run_dir`")
         return
     stream = Stream(job.examples, config.data.examples_per_step, config.seed, config.data.shuffle)
-    check_processes(config, stream)
+    check_processes(config, stream, job.network.mesh)
     teachers.load()
     state = _start(job, checkpoints, learner, stream, done)
     write_config(config, run_dir)

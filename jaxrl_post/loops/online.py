@@ -53,7 +53,7 @@ def run(config: Config) -> None:
         print(f"{run_dir} is at step {done} of {config.steps} already: give more `steps`, or another `run_dir`")
         return
     stream = PromptStream(job.train_prompts, config.data.prompts_per_step, config.seed, config.data.shuffle)
-    check_processes(config, stream)
+    check_processes(config, stream, job.network.mesh)
     network = job.network
     sampler = Sampler(network.graphdef, network.model, network.mesh, job.stop_ids, job.token_bytes)
     teachers = Teachers(job.teachers)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxrl_post import recipes
@@ -18,9 +21,10 @@ from jaxrl_post.data.stream import Stream
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.observe.metrics import MetricsWriter, NoWriter
 from jaxrl_post.observe.progress import Progress
-from sharding.processes import check_same, is_first
+from sharding.processes import check_same, is_first, together
 
 log = logging.getLogger(__name__)
+SHARED_SECONDS = 60  # that network storage may take to show a file to another host
 
 
 def last_step(checkpoints: Checkpointer, config: Config | OfflineConfig) -> int:
@@ -37,8 +41,14 @@ def last_step(checkpoints: Checkpointer, config: Config | OfflineConfig) -> int:
     return newest or 0
 
 
-def check_processes(config: Config | OfflineConfig, stream: Stream) -> None:
-    """Raises: ValueError where processes of a job were given another recipe or other data."""
+def check_processes(config: Config | OfflineConfig, stream: Stream, mesh: Mesh) -> None:
+    """Raises: ValueError where processes of a job were given another recipe or other data, or no device of the mesh."""
+    idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
+    if idle:
+        raise ValueError(
+            f"the mesh of {mesh.size} devices has none of process {', '.join(map(str, sorted(idle)))}: make mesh.* the "
+            f"product of all {jax.device_count()} devices, or start fewer processes"
+        )
     recipe = hashlib.sha256(recipes.dump(config).encode()).hexdigest()[:16]
     check_same("the recipe, overrides among it (here its hash),", recipe)
     check_same("the data of the recipe (here their hash)", stream.state()["order"])
@@ -56,10 +66,29 @@ def reporting(run_dir: Path, done: int, steps: int) -> Iterator[tuple[MetricsWri
 
 
 def write_config(config: Config | OfflineConfig, run_dir: Path) -> None:
-    """The resolved config; where a resumed run changes it, say what. The first process does it."""
-    if not is_first():
-        return
+    """The resolved config; where a resumed run changes it, say what. The first process does it, the others look for it.
+
+    Raises: ValueError where the run folder of another process is not the first one's.
+    """
     path, text = run_dir / "config.yaml", recipes.dump(config)
+    if is_first():
+        _write_config(path, text)
+    together(lambda: _check_shared(path, text))
+
+
+def _check_shared(path: Path, text: str) -> None:
+    waited = 0
+    while not path.exists() or path.read_text(encoding="utf-8", errors="replace") != text:
+        if waited == SHARED_SECONDS:
+            raise ValueError(
+                f"run_dir={path.parent} does not hold what process 0 wrote there {waited} s ago: put it on storage "
+                "that all hosts share"
+            )
+        time.sleep(1)
+        waited += 1
+
+
+def _write_config(path: Path, text: str) -> None:
     before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
     changed = sorted(set(text.splitlines()) - set(before.splitlines()))
     if changed:
