@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.decoder import Decoder, split
+from jaxrl_post.models.huggingface_export import save_params
 from launch.supervisor import free_port
 from sharding import processes
 
@@ -60,16 +63,50 @@ with joined(Place(sys.argv[1], me, 2), 60):
     exchange(0)
     said["posts"] = posts("phase")
     said["waiting"] = exchange(posts("waiting").get(me))[me]
+
+    from jaxrl_post.models import huggingface
+    from jaxrl_post.models.decoder import abstract
+    from sharding.placement import tree_shardings
+    from sharding.rules import TRAIN
+
+    read, read_part = [], huggingface._read_part
+
+    def counted(*asked):
+        part = read_part(*asked)
+        read.append(part.size)
+        return part
+
+    huggingface._read_part = counted
+    config = huggingface.read_config(sys.argv[3])
+    _, shapes, axes = abstract(config)
+    shardings = tree_shardings(axes, shapes, TRAIN, make_mesh({"fsdp": 2}))
+    params = fetch(huggingface.load_params(sys.argv[3], config, shardings))
+    said["read"] = sum(read)
+    said["weights"] = [leaf.tobytes().hex() for leaf in jax.tree.leaves(params)]
     print(json.dumps(said))
 """
 
 
 @pytest.fixture(scope="module")
-def two():
+def model(tmp_path_factory):
+    """A folder with random weights, and the weights."""
+    config = ModelConfig(
+        family="llama", vocab_size=48, hidden_size=16, intermediate_size=32, layers=2, heads=2, kv_heads=2, head_dim=8
+    )
+    params = split(Decoder(config, jax.random.key(0)))[1]
+    folder = tmp_path_factory.mktemp("model")
+    save_params(folder, params, config)
+    return folder, jax.tree.leaves(jax.device_get(params))
+
+
+@pytest.fixture(scope="module")
+def two(model):
     """What each of two processes found."""
     at, environ = f"127.0.0.1:{free_port()}", os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
     started = [
-        subprocess.Popen([sys.executable, "-c", TALK, at, str(i)], env=environ, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", TALK, at, str(i), str(model[0])], env=environ, stdout=subprocess.PIPE, text=True
+        )
         for i in range(2)
     ]
     said = [process.communicate(timeout=200)[0] for process in started]
@@ -115,6 +152,14 @@ def test_an_error_of_one_is_one_of_all_and_nobody_waits(two):
 def test_what_a_process_is_doing_can_be_read_by_others(two):
     assert [said["posts"] for said in two] == [{"0": "at work 0", "1": "at work 1"}] * 2
     assert [said["waiting"] for said in two] == [None, None]
+
+
+def test_each_process_reads_its_own_part_of_the_weights(two, model):
+    weights = model[1]
+    whole = sum(leaf.size for leaf in weights)
+    cut = sum(leaf.size for leaf in weights if leaf.ndim > 2 or leaf.shape[0] == 48)  # all but the norms
+    assert [said["read"] for said in two] == [whole - cut // 2] * 2
+    assert [said["weights"] for said in two] == [[leaf.tobytes().hex() for leaf in weights]] * 2
 
 
 def test_one_process_exchanges_with_itself():
