@@ -61,6 +61,7 @@ def alone():
     return program({})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 def test_any_mesh_gives_the_logits_choices_and_gradients_of_one_device(sizes):
     grads, logits, routing = program(sizes)

@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from flax import nnx
 from safetensors.numpy import load_file
 from tiny_models import CASES, assert_same_bits, draw, logits_of, shardings_on
 
 from jaxrl_post.data.tokenizer import load_tokenizer
 from jaxrl_post.models.config import from_huggingface, to_huggingface
+from jaxrl_post.models.decoder import abstract
 from jaxrl_post.models.huggingface import load_params, read_config
 from jaxrl_post.models.huggingface_export import save_params
+from jaxrl_post.training.routing import Whole, balance_loss, load
 from launch.fetch import fetch
 
 TOKENS = np.random.default_rng(1).integers(0, 96, (2, 24))
@@ -54,6 +57,23 @@ def test_logits_equal_transformers(reference):
     ours, theirs = np.asarray(logits_of(config)(params, jnp.asarray(TOKENS))), torch_logits(model)
     assert np.abs(theirs).max() > 1  # a flat model would agree with anything
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", ["mixtral", "qwen2_moe", "qwen3_moe"], indirect=True)
+def test_router_logits_and_balance_loss_equal_transformers(reference):
+    config, folder, model = reference
+    params, graphdef = load_params(folder, config, shardings_on(config)), abstract(config)[0]
+    positions, ones = np.broadcast_to(np.arange(24), TOKENS.shape), np.ones_like(TOKENS)
+    routed = jax.jit(lambda params: nnx.merge(graphdef, params).routed(TOKENS, positions, ones, 0 * ones)[1])
+    routing = routed(params)
+    with torch.no_grad():
+        theirs = model(torch.tensor(TOKENS), output_router_logits=True)
+    for ours, layer in zip(routing.logits, theirs.router_logits, strict=True):
+        np.testing.assert_allclose(ours.reshape(-1, config.moe.count), layer, rtol=0, atol=2e-4)
+    load_E = load(routing.choices, ones.astype(np.float32), config.moe.count).sum(0) / routing.choices[..., 0].size
+    whole = Whole(np.float32(TOKENS.size), load_E)
+    np.testing.assert_allclose(balance_loss(routing.logits, np.float32(ones), whole), theirs.aux_loss, rtol=1e-4)
 
 
 def test_export_gives_back_every_tensor_bit_for_bit_and_transformers_loads_it(reference, tmp_path):
