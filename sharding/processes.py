@@ -34,8 +34,13 @@ def is_first() -> bool:
 
 
 def fetch(tree: Tree) -> Tree:
-    """Whole arrays as numpy, on every process, wherever their parts are."""
-    return jax.device_get(jax.tree.map(_readable, tree))
+    """Whole arrays as numpy, on every process, wherever their parts are: one program brings all to all."""
+    leaves, structure = jax.tree.flatten(tree)
+    remote = {i: leaf for i, leaf in enumerate(leaves) if _has_remote_parts(leaf)}
+    if remote:
+        whole = {i: NamedSharding(leaf.sharding.mesh, PartitionSpec()) for i, leaf in remote.items()}
+        remote = reshard(remote, whole)
+    return jax.device_get(jax.tree.unflatten(structure, [remote.get(i, leaf) for i, leaf in enumerate(leaves)]))
 
 
 def exchange(value: Json) -> list[Json]:
@@ -94,12 +99,8 @@ def posts(subject: str) -> dict[int, str]:
     return {process: found[process] for process in sorted(found) if found[process]}
 
 
-def _readable(array: Any) -> Any:
-    """On every process's devices, where it is on those of several in parts."""
-    if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
-        return array
-    assert isinstance(array.sharding, NamedSharding)
-    return reshard(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
+def _has_remote_parts(array: Any) -> bool:
+    return isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated)
 
 
 def _outcomes(work: Callable[[], Json]) -> list[Json]:
