@@ -126,6 +126,8 @@ def faulty(tmp_path, monkeypatch, fault):
         "evaluation.enabled=false",
         "reward.function=faulty_reward:reward",
         "mesh.fsdp=2",
+        "rollout.max_new_tokens=8",
+        "model.random.layers=1",
     )
 
 
