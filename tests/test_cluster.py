@@ -14,6 +14,7 @@ import pytest
 from jax._src.clusters import ClusterEnv
 
 from launch import cluster, supervisor
+from launch.__main__ import main
 from launch.rollcall import Place, StartError, answer
 from launch.supervisor import Cast, environment, free_port, supervise
 
@@ -314,3 +315,8 @@ def test_counts_below_one_are_refused():
         Cast(1, devices=0)
     with pytest.raises(ValueError, match="--max-restarts -1"):
         Cast(1, max_restarts=-1)
+
+
+def test_a_whole_job_has_a_coordinator_of_its_own(capsys):
+    assert main(["configs/tiny/grpo.yaml", "--processes", "2", "--process-id", "0"]) == 2
+    assert "leave out --coordinator, --process-id, --processes-total" in capsys.readouterr().err
