@@ -5,15 +5,17 @@ All processes call each of these functions, in the same order. A job of one proc
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax import lax
 from jax._src import distributed
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.placement import Tree, reshard
 
@@ -83,6 +85,22 @@ def check_same(what: str, value: Json) -> None:
             f"{what} must be the same on all {len(values)} processes: {values[0]!r} on process 0, "
             f"{values[odd[0]]!r} on process{'es' * (len(odd) > 1)} {', '.join(map(str, odd[:8]))}"
         )
+
+
+def meet(mesh: Mesh) -> None:
+    """On CPUs, let the devices of every group of mesh axes connect now.
+
+    Gloo connects a group at its first collective and gives up when one comes half a minute late, which happens when the
+    program before it took one process longer to compile.
+    """
+    if jax.process_count() == 1 or jax.default_backend() != "cpu":
+        return
+    wide = [axis for axis, size in mesh.shape.items() if size > 1]
+    groups = [axes for count in range(len(wide)) for axes in itertools.combinations(wide, count + 1)]
+    cut = PartitionSpec(mesh.axis_names)
+    sums = lambda x: sum(lax.psum(x, axes) for axes in groups)
+    ones = jax.make_array_from_callback((mesh.size,), NamedSharding(mesh, cut), lambda _: np.ones(1, np.float32))
+    jax.block_until_ready(jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=cut, out_specs=cut))(ones))
 
 
 def post(subject: str, text: str) -> None:

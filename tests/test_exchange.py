@@ -28,7 +28,7 @@ with joined(Place(sys.argv[1], me, 2), 60):
     from sharding.mesh import make_mesh
     from sharding.placement import place
     from sharding.processes import (
-        PeerError, check_same, exchange, fetch, from_first, is_first, post, posts, share, split_work, together
+        PeerError, check_same, exchange, fetch, from_first, is_first, meet, post, posts, share, split_work, together
     )
 
     said = {"devices": jax.device_count(), "first": is_first()}
@@ -48,6 +48,7 @@ with joined(Place(sys.argv[1], me, 2), 60):
     said["nan"] = math.isnan(exchange(math.nan)[1])
     said["together"] = together(lambda: {me}).pop()  # a set is no JSON
     check_same("x", 3)
+    meet(make_mesh({"data": 2}))
     said["errors"] = []
     for attempt in (
         lambda: split_work([0, 1], lambda part: [1 // x for x in part]),

@@ -21,7 +21,7 @@ from jaxrl_post.data.stream import Stream
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.observe.metrics import MetricsWriter, NoWriter
 from jaxrl_post.observe.progress import Progress
-from sharding.processes import check_same, is_first, together
+from sharding.processes import check_same, is_first, meet, together
 
 log = logging.getLogger(__name__)
 SHARED_SECONDS = 60  # that network storage may take to show a file to another host
@@ -42,7 +42,10 @@ def last_step(checkpoints: Checkpointer, config: Config | OfflineConfig) -> int:
 
 
 def check_processes(config: Config | OfflineConfig, stream: Stream, mesh: Mesh) -> None:
-    """Raises: ValueError where processes of a job were given another recipe or other data, or no device of the mesh."""
+    """Let the processes of a job begin alike.
+
+    Raises: ValueError where they were given another recipe or other data, or one has no device of the mesh.
+    """
     idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
     if idle:
         raise ValueError(
@@ -52,6 +55,7 @@ def check_processes(config: Config | OfflineConfig, stream: Stream, mesh: Mesh) 
     recipe = hashlib.sha256(recipes.dump(config).encode()).hexdigest()[:16]
     check_same("the recipe, overrides among it (here its hash),", recipe)
     check_same("the data of the recipe (here their hash)", stream.state()["order"])
+    meet(mesh)
 
 
 @contextlib.contextmanager
