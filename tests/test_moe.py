@@ -227,7 +227,7 @@ def test_choices_lie_where_their_tokens_do_in_packed_rows():
         "advantage": np.float32([[[*number, 0, 0]]]),
         "mask": np.arange(8)[None, None] < 6,
     }
-    packed = routers.packed_choices(TrainBatch(**fields), trajectories)
+    packed = routers.packed_choices(TrainBatch(**fields), trajectories, 64)
     np.testing.assert_array_equal(packed[0, 0, :, 0, 0], [10, 11, 12, 13, 20, 21, 30, 31])
 
 

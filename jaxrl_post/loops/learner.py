@@ -188,7 +188,9 @@ class Learner:
             return None
         counted = zip(numbered(trajectories), trajectories, strict=True)
         kept = [one if keep_all or np.any(t.advantage) else t for one, t in counted]
-        chosen = packed_choices(self._pack(kept, keep_all=False)[0], trajectories)
+        moe = self._job.network.model.moe
+        assert moe is not None
+        chosen = packed_choices(self._pack(kept, keep_all=False)[0], trajectories, moe.count)
         return place(chosen, choice_sharding(self._batch_shardings))
 
     def _scored(

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from jaxrl_post.config_model import Mixture
 from jaxrl_post.models.decoder import Decoder
-from jaxrl_post.models.moe import Routing
+from jaxrl_post.models.moe import Routing, record_dtype
 from jaxrl_post.models.placement import Placement
 from jaxrl_post.training.loss import Scalars, Tally, summarize
 from jaxrl_post.types import RoutedBatch, TrainBatch, Trajectory
@@ -176,14 +176,14 @@ def load_metrics(tally: Tally, moved: Scalars) -> Scalars:
     return named | loads | moved
 
 
-def packed_choices(numbered: TrainBatch, trajectories: Sequence[Trajectory]) -> np.ndarray:
-    """The sampler's choices at the positions of packed rows, uint16 [A, B, T, L, k].
+def packed_choices(numbered: TrainBatch, trajectories: Sequence[Trajectory], experts: int) -> np.ndarray:
+    """The sampler's choices at the positions of packed rows, `moe.record_dtype` [A, B, T, L, k].
 
     `numbered` are the rows of these trajectories with each one's number, from 1, in place of its advantage. A target's
     source is the position of the token before it, and a prompt ends at the source of a response's first token.
     """
     known = next(t.choices for t in trajectories if t.choices is not None)
-    made = np.zeros((*numbered.tokens.shape, *known.shape[1:]), np.uint16)
+    made = np.zeros((*numbered.tokens.shape, *known.shape[1:]), record_dtype(experts))
     for row in np.ndindex(numbered.tokens.shape[:2]):
         numbers_M = np.where(numbered.mask[row], numbered.advantage[row], 0).astype(int)
         for number in set(numbers_M[numbers_M > 0].tolist()):
