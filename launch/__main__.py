@@ -20,6 +20,7 @@ from jaxrl_post.config import Config
 from jaxrl_post.config_offline import OfflineConfig
 from launch import cluster
 from launch.faults import is_user_error
+from launch.no_devices import look_for_none
 from launch.supervisor import Cast, add_options, supervise
 
 TRAIN_USAGE = "python -m launch CONFIG [section.key=value ...] [--print-config] [--processes N]"
@@ -31,6 +32,7 @@ OTHER_USAGES = (
     "python -m launch sample CONFIG|RUN_DIR [section.key=value ...] --prompt TEXT",
     "python -m launch serve CONFIG|RUN_DIR [section.key=value ...] [--port 8000]",
     "python -m launch slurm|k8s|skypilot CONFIG [section.key=value ...] --hosts N",
+    "python -m launch plan CONFIG [section.key=value ...] --target h200:1x8 [--target …] [--sweep] [--json]",
 )
 
 
@@ -188,6 +190,25 @@ def _manifest(scheduler: str, words: Sequence[str]) -> None:
     orders.write(scheduler, given, _recipe_path(given.config))
 
 
+def _plan(words: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="python -m launch plan",
+        description="Compile a recipe's programs for hardware that is not there, and say what they would take. Exit "
+        "codes: 0 it fits, 1 it does not, 2 it cannot be compiled.",
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a recipe; its model needs a config.json and no weights")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="as in training")
+    parser.add_argument("--target", metavar="T", action="append", required=True, help="v5p:8x8x8, h200:1x8, …")
+    parser.add_argument("--sweep", action="store_true", help="try the meshes there are, and rank them")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_intermixed_args(words)
+    config = recipes.load(_recipe_path(given.config), given.overrides)
+    look_for_none()
+    from launch.plan import plan
+
+    return plan(config, given.target, given.json, given.sweep)
+
+
 def _policy_parser(command: str, description: str) -> _Parser:
     parser = _Parser(prog=f"python -m launch {command}", description=description)
     parser.add_argument("source", metavar="CONFIG|RUN_DIR", help="a recipe, or the folder of its run")
@@ -208,6 +229,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "evaluate": _evaluate,
     "sample": _sample,
     "serve": _serve,
+    "plan": _plan,
     "slurm": functools.partial(_manifest, "slurm"),
     "k8s": functools.partial(_manifest, "k8s"),
     "skypilot": functools.partial(_manifest, "skypilot"),

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_post.config import Config
 from jaxrl_post.config_algorithms import FilterGroups
 from jaxrl_post.data.prompts import PromptStream
+from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.loops.decoding import decoding, greedy_decoding, text_of
 from jaxrl_post.loops.flights import Flights
 from jaxrl_post.loops.groups import Group, Samples, assembled, group_from_json, group_to_json, ungraded
@@ -150,6 +152,21 @@ def draw_seed(job: Job, attempt: int) -> int:
     return (job.config.seed + attempt * SEED_STRIDE) % 2**32
 
 
+def sample_options(config: Config, tokenizer: Tokenizer) -> SampleOptions:
+    """What a run asks of its sampler."""
+    options = config.rollout
+    return SampleOptions(
+        samples_per_prompt=options.samples_per_prompt,
+        max_new_tokens=options.max_new_tokens,
+        slots=options.slots,
+        refill=options.refill,
+        prefill_columns=options.prefill_columns,
+        lockstep=options.lockstep,
+        routing=config.model.moe.routing_replay,
+        **decoding(config, tokenizer),
+    )
+
+
 def sample(
     job: Job,
     sampler: Sampler,
@@ -160,17 +177,7 @@ def sample(
     partial: Partial | None = None,
 ) -> Rollout:
     """G completions of every prompt, drawn with the noise of this step and attempt, or as `partial` says."""
-    options = job.config.rollout
-    asked = SampleOptions(
-        samples_per_prompt=options.samples_per_prompt,
-        max_new_tokens=options.max_new_tokens,
-        slots=options.slots,
-        refill=options.refill,
-        prefill_columns=options.prefill_columns,
-        lockstep=options.lockstep,
-        routing=job.config.model.moe.routing_replay,
-        **decoding(job.config, job.tokenizer),
-    )
+    asked = sample_options(job.config, job.tokenizer)
     ids = [prompt.ids for prompt in prompts]
     seed = draw_seed(job, attempt)
     return sampler.generate(params, ids, asked, seed=seed, step=step, width=job.prompt_width, partial=partial)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.stages import Traced
 
 from jaxrl_post.config_distillation import Distillation
 from jaxrl_post.loops.job import Job
@@ -18,17 +19,18 @@ from jaxrl_post.loops.taught_update import TaughtUpdate, numbered
 from jaxrl_post.loops.teachers import NO_TEACHERS, Teachers
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Params
+from jaxrl_post.models.moe import record_dtype
 from jaxrl_post.observe.progress import Phases
-from jaxrl_post.training.loss import Scalars, policy_loss
+from jaxrl_post.training.loss import policy_loss
 from jaxrl_post.training.optimizer import make_optimizer
-from jaxrl_post.training.packing import PackReport, PackShape, pack, pack_shape
+from jaxrl_post.training.packing import PackReport, PackShape, empty_batch, pack, pack_shape
 from jaxrl_post.training.routing import choice_sharding, packed_choices, routed
 from jaxrl_post.training.state import TrainState, init_state, restorable_state, state_shardings
 from jaxrl_post.training.surrogate import sampler_metrics, weighed_advantage
 from jaxrl_post.training.update import Rows, Score, batch_shardings, make_score, make_update
 from jaxrl_post.types import RoutedBatch, TrainBatch, Trajectory
 from sharding.mesh import batch_shards
-from sharding.placement import place, reshard
+from sharding.placement import place, placed_shapes, reshard
 from sharding.processes import fetch
 
 Metrics = dict[str, float]
@@ -55,7 +57,7 @@ class Learner:
             read = RoutedBatch(self._batch_shardings, choice_sharding(self._batch_shardings))
         num_sequences = _num_sequences(job, self.shape)
         temperature, chunk = config.rollout.temperature, config.training.logprob_chunk
-        self._update: Callable[[TrainState, Any, Any], tuple[TrainState, Scalars, jax.Array]]
+        self._update: Any  # (state, batch, n_micro) -> state, metrics, log-probs
         # (trajectories, their batch) -> what the update reads
         self._complete: Callable[[Sequence[Trajectory], TrainBatch], Any]
         if isinstance(algorithm, Distillation):
@@ -106,6 +108,19 @@ class Learner:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state: what to restore a checkpoint into."""
         return restorable_state(self._job.network.abstract_params, self._optimizer, self._shardings)
+
+    def traced_update(self) -> Traced:
+        """The update from abstract arguments; nothing is allocated on a device. Raises: ValueError for a student's."""
+        if self._lessons:
+            raise ValueError("algorithm.kind=distillation: its update, with teachers, cannot be planned yet")
+        rows: TrainBatch = placed_shapes(empty_batch(self.shape), self._batch_shardings)
+        batch: Rows = rows
+        moe = self._job.network.model.moe
+        if self._replays and moe is not None:
+            shape = (*rows.tokens.shape, self._job.network.model.layers, moe.per_token)
+            sharding = choice_sharding(self._batch_shardings)
+            batch = RoutedBatch(rows, jax.ShapeDtypeStruct(shape, record_dtype(moe.count), sharding=sharding))
+        return self._update.trace(self.abstract_state(), batch, jax.ShapeDtypeStruct((), np.int32))
 
     def learn(
         self, state: TrainState, trajectories: Sequence[Trajectory], phases: Phases

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,7 @@ from jaxrl_post.models import scalar_head
 from jaxrl_post.models.config import Experts, ModelConfig
 from jaxrl_post.models.decoder import Decoder, Params, abstract, split
 from jaxrl_post.models.huggingface import load_params, read_config
-from sharding.mesh import AXES, make_mesh, resolve_sizes
+from sharding.mesh import AXES, make_mesh, platform, resolve_sizes
 from sharding.placement import Tree, reshard, tree_shardings
 from sharding.rules import ROLLOUT, TRAIN, Rules
 
@@ -46,15 +46,24 @@ class Network:
         return tree_shardings(self.axes, self.abstract_params, rules, self.mesh)
 
 
-def build_network(config: Config | OfflineConfig, folder: Path | None, tokenizer: Tokenizer) -> Network:
-    """The model of a recipe on the mesh it asks for. Raises: ValueError for sizes that do not divide."""
-    model = model_config(config, folder, tokenizer.vocab_size)
+def build_network(
+    config: Config | OfflineConfig,
+    folder: Path | None,
+    tokenizer: Tokenizer,
+    devices: Sequence[jax.Device] | None = None,
+) -> Network:
+    """The model of a recipe on the mesh it asks for, of this job's devices or those given, which need not be attached.
+
+    Raises: ValueError for sizes that do not divide.
+    """
+    mesh = mesh_of(config, jax.devices() if devices is None else devices)
+    model = model_config(config, folder, tokenizer.vocab_size, platform(mesh))
     graphdef, params, axes = abstract(model)
     has_head = config.algorithm.kind == "reward_model"
     if has_head:
         params = {"decoder": params, "head": scalar_head.abstract_head(model)}
         axes = {"decoder": axes, "head": scalar_head.AXES}
-    network = Network(folder, model, graphdef, params, axes, mesh_of(config), has_head)
+    network = Network(folder, model, graphdef, params, axes, mesh, has_head)
     network.shardings()
     return network
 
@@ -80,29 +89,35 @@ def check_ids(network: Network, sequences: Iterable[tuple[str, Iterable[int]]]) 
             )
 
 
-def mesh_of(config: Config | OfflineConfig) -> Mesh:
+def mesh_of(config: Config | OfflineConfig, devices: Sequence[jax.Device]) -> Mesh:
     """The mesh a recipe asks for. Raises: ValueError as `resolve_sizes`."""
     asked = {axis: getattr(config.mesh, axis) for axis in AXES}
-    return make_mesh(resolve_sizes(asked, jax.device_count(), config.mesh.allow_unused_devices))
+    return make_mesh(resolve_sizes(asked, len(devices), config.mesh.allow_unused_devices), devices)
 
 
-def model_config(config: Config | OfflineConfig, folder: Path | None, vocab_size: int) -> ModelConfig:
-    """The decoder's shape from its folder or `model.random`, with this run's dtypes and remat policy."""
+def model_config(
+    config: Config | OfflineConfig, folder: Path | None, vocab_size: int, platform: str | None = None
+) -> ModelConfig:
+    """The decoder's shape from its folder or `model.random`, with this run's dtypes and remat policy.
+
+    What is `auto` goes by `platform` (cpu, gpu or tpu); None is this process's own.
+    """
+    platform = platform or jax.default_backend()
     shape = (
         read_config(folder) if folder is not None else random_config(config.model.random or RandomModel(), vocab_size)
     )
-    dtype = compute_dtype(config.model.dtype)
+    dtype = compute_dtype(config.model.dtype, platform)
     return dataclasses.replace(
         shape,
         dtype=dtype,
         param_dtype=config.model.param_dtype,
         remat=config.model.remat,
-        scan_layers=_scans(config.model.scan_layers, shape.layers),
-        moe=_experts(shape, config.model.moe),
+        scan_layers=_scans(config.model.scan_layers, shape.layers, platform),
+        moe=_experts(shape, config.model.moe, platform),
     )
 
 
-def _experts(shape: ModelConfig, options: Mixture) -> Experts | None:
+def _experts(shape: ModelConfig, options: Mixture, platform: str) -> Experts | None:
     """The experts of the model with the backend asked for. Raises: ValueError for options of a model without any."""
     if shape.moe is None:
         if asked := options.model_dump(exclude_defaults=True):
@@ -114,21 +129,21 @@ def _experts(shape: ModelConfig, options: Mixture) -> Experts | None:
         return None
     backend = options.backend
     if backend == "auto":
-        backend = "ragged" if jax.default_backend() == "tpu" else "blocked"
+        backend = "ragged" if platform == "tpu" else "blocked"
     return dataclasses.replace(shape.moe, backend=backend)
 
 
-def _scans(asked: bool | Literal["auto"], layers: int) -> bool:
+def _scans(asked: bool | Literal["auto"], layers: int, platform: str) -> bool:
     """`auto`: shallow models on a CPU are not scanned, which takes a fifth off an update there."""
     if asked == "auto":
-        return jax.default_backend() != "cpu" or layers > SHALLOW
+        return platform != "cpu" or layers > SHALLOW
     return asked
 
 
-def compute_dtype(dtype: Dtype) -> str:
+def compute_dtype(dtype: Dtype, platform: str) -> str:
     """`auto` is float32 on CPUs and bfloat16 on accelerators."""
     if dtype == "auto":
-        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        return "float32" if platform == "cpu" else "bfloat16"
     return dtype
 
 

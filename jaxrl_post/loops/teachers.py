@@ -16,6 +16,7 @@ from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Params, abstract
 from jaxrl_post.models.huggingface import open_checked, read_config
 from jaxrl_post.models.zoo import resolve
+from sharding.mesh import platform
 
 Tree = Any
 
@@ -109,18 +110,18 @@ def _teacher(
             return Teacher(name, _network(student.folder, model, student.mesh), seed, is_student=False)
         case ModelTeacher():
             folder = None if options.path is None else resolve(options.path, "path")
-            model = _model(options, folder, student.model)
+            model = _model(options, folder, student)
             _check_vocabulary(folder, model, student.model, tokenizer)
             return Teacher(name, _network(folder, model, student.mesh), options.seed, is_student=False)
 
 
-def _model(options: ModelTeacher, folder: Path | None, student: ModelConfig) -> ModelConfig:
-    dtype = compute_dtype(options.dtype)
+def _model(options: ModelTeacher, folder: Path | None, student: Network) -> ModelConfig:
+    dtype = compute_dtype(options.dtype, platform(student.mesh))
     if folder is not None:
         shape = read_config(folder)
     else:
         assert options.random is not None
-        shape = random_config(options.random, student.vocab_size)
+        shape = random_config(options.random, student.model.vocab_size)
     return dataclasses.replace(shape, dtype=dtype, param_dtype=dtype)
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Traced
 
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Params, abstract
@@ -25,7 +27,7 @@ from jaxrl_post.rollout.schedule import EngineShape, SampleOptions, cache_memory
 from jaxrl_post.rollout.stop_strings import Automaton, bytes_of_all, compile_strings, completed_by_last
 from jaxrl_post.types import Completion, StopReason
 from sharding.mesh import BATCH_AXES, batch_shards, platform
-from sharding.placement import place
+from sharding.placement import place, placed_shapes
 from sharding.processes import exchange, fetch
 
 log = logging.getLogger(__name__)
@@ -50,12 +52,16 @@ class Sampler:
         mesh: Mesh,
         stop_ids: Collection[int],
         token_bytes: Sequence[bytes] = (),
+        device_memory: float | None = None,
     ):
         """`stop_ids` end a completion and are part of it; ids outside the vocabulary are a ValueError. `token_bytes`,
-        what each id adds to the text, is needed for stop strings alone (`data.token_bytes`)."""
+        what each id adds to the text, is needed for stop strings alone (`data.token_bytes`). `device_memory` in bytes
+        is that of devices which are not attached."""
         check_ids("stop ids", stop_ids, config.vocab_size)
         self._graphdef, self._config, self._mesh = graphdef, config, mesh
-        self._memory = min(exchange(cache_memory(mesh.shape["tensor"])))  # which shapes the program
+        self._memory = cache_memory(mesh.shape["tensor"], device_memory)  # which shapes the program
+        if device_memory is None:
+            self._memory = min(exchange(self._memory))
         self._specs = replica_specs(abstract(config)[2])
         self._stop_ids = frozenset(stop_ids)
         self._token_bytes = bytes_of_all(token_bytes, config.vocab_size)
@@ -100,17 +106,8 @@ class Sampler:
         replicas = batch_shards(self._mesh)
         if partial:
             requests = started(requests, partial, options.max_new_tokens, replicas)
-        lengths, prompts_each = requests.lengths, len(requests.lengths) // replicas
-        shape = engine_shape(
-            prompts_each,
-            options,
-            width,
-            requests.options,
-            self._config,
-            self._memory,
-            platform(self._mesh),
-            partial.of if partial else None,
-        )
+        lengths = requests.lengths
+        shape = self._shape(requests, options, width, partial)
         if partial and shape.top_logprobs:
             raise ValueError(f"top_logprobs={shape.top_logprobs} of samples that go on are not kept: ask for 0")
         if partial and self._config.moe and self._mesh.shape["expert"] > 1:
@@ -119,10 +116,9 @@ class Sampler:
                 "set mesh.expert=1, or rollout.partial=null"
             )
         if shape not in self._compiled:
-            log.info("rollout of %d prompts a replica: %s", prompts_each, shape.describe())
+            log.info("rollout of %d prompts a replica: %s", len(lengths) // replicas, shape.describe())
             self._compiled[shape] = make_rollout(self._graphdef, shape, self._mesh, self._specs)
-        sharded = NamedSharding(self._mesh, PartitionSpec(BATCH_AXES))
-        whole = NamedSharding(self._mesh, PartitionSpec())
+        sharded, whole = self._layouts()
         placed = place(requests, jax.tree.map(lambda _: sharded, requests))
         automaton = self._automata[strings] if strings else None
         automaton, step_array = place((automaton, np.int32(step)), jax.tree.map(lambda _: whole, (automaton, step)))
@@ -137,6 +133,34 @@ class Sampler:
                 "check the model's files, or go on from an earlier checkpoint with a lower optimizer.learning_rate"
             )
         return rollout
+
+    def traced(self, params: Params, prompts: int, options: SampleOptions, width: int) -> tuple[EngineShape, Traced]:
+        """The program of `generate` for so many full prompts and all samples in full, from abstract parameters in the
+        rollout layout; nothing is allocated on a device."""
+        self._checked_strings([options])
+        requests = self._requests([[0] * width] * prompts, options, width, 0, None, None)
+        shape = self._shape(requests, options, width, None)
+        sharded, whole = self._layouts()
+        abstract_requests = placed_shapes(requests, jax.tree.map(lambda _: sharded, requests))
+        step = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+        program: Any = make_rollout(self._graphdef, shape, self._mesh, self._specs)
+        return shape, program.trace(params, abstract_requests, None, step)
+
+    def _shape(self, requests: Requests, options: SampleOptions, width: int, partial: Partial | None) -> EngineShape:
+        return engine_shape(
+            len(requests.lengths) // batch_shards(self._mesh),
+            options,
+            width,
+            requests.options,
+            self._config,
+            self._memory,
+            platform(self._mesh),
+            partial.of if partial else None,
+        )
+
+    def _layouts(self) -> tuple[NamedSharding, NamedSharding]:
+        """Of what replicas divide, and of what all have."""
+        return NamedSharding(self._mesh, PartitionSpec(BATCH_AXES)), NamedSharding(self._mesh, PartitionSpec())
 
     def _nothing(self, count: int, options: SampleOptions) -> Rollout:
         none = np.zeros(0, np.float32)

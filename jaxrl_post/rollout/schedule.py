@@ -143,8 +143,13 @@ def engine_shape(
     )
 
 
-def cache_memory(tensor_shards: int) -> float:
-    """Bytes that the cache of a replica may take on its devices; devices of the host's own memory share it."""
+def cache_memory(tensor_shards: int, device_memory: float | None = None) -> float:
+    """Bytes that the cache of a replica may take on its devices; devices of the host's own memory share it.
+
+    `device_memory` is that of devices which are not attached.
+    """
+    if device_memory is not None:
+        return CACHE_SHARE * device_memory * tensor_shards
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / jax.local_device_count()

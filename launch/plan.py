@@ -1,0 +1,147 @@
+"""`python -m launch plan`: a recipe's programs compiled for hardware that is not there, and what they would take."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxrl_post.config import Config
+from jaxrl_post.config_offline import OfflineConfig
+from jaxrl_post.loops.planning import USABLE, Plan, Planner, ProgramPlan
+from sharding.mesh import AXES
+from sharding.targets import Target, open_target, parse_target
+
+GIB = 2**30
+FITS, DOES_NOT_FIT, CANNOT_COMPILE = 0, 1, 2
+
+
+def plan(config: Config | OfflineConfig, targets: Sequence[str], as_json: bool, sweep: bool) -> int:
+    """Prints a report for each target; returns the exit code: 0 all fit, 1 one does not, 2 one cannot be compiled.
+
+    Raises: ValueError for a target or recipe that cannot be planned.
+    """
+    if isinstance(config, OfflineConfig):
+        raise ValueError(f"algorithm.kind={config.algorithm.kind} trains from files, which cannot be planned yet")
+    reports, worst = [], FITS
+    for target in [parse_target(name) for name in targets]:
+        devices = open_target(target)
+        plans = list(_sweep(config, target, devices)) if sweep else [Planner(config, target, devices).plan()]
+        reports += [as_dict(one) for one in plans]
+        worst = max(worst, FITS if any(one.fits for one in plans) else DOES_NOT_FIT)
+        if not as_json:
+            print("\n\n".join([describe(one) for one in plans[:1]] + ([ranking(plans)] if sweep else [])), flush=True)
+    if as_json:
+        print(json.dumps(reports, indent=1))
+    return worst
+
+
+def _sweep(config: Config, target: Target, devices: Sequence[Any]) -> list[Plan]:
+    """Plans for the mesh factorizations that the model allows, those that fit and are fast first."""
+    plans, refused = [], []
+    for mesh in factorizations(len(devices), target.per_link):
+        changed = config.model_copy(update={"mesh": config.mesh.model_copy(update=mesh)})
+        try:
+            plans.append(Planner(changed, target, devices).plan())
+        except ValueError as error:
+            refused.append(f"{mesh}: {error}")
+    if not plans:
+        raise ValueError(f"no mesh of {target.name} takes the model: {'; '.join(refused)}")
+    return sorted(plans, key=lambda one: (not one.fits, one.step_seconds))
+
+
+def factorizations(devices: int, per_link: int) -> Iterator[dict[str, int]]:
+    """Sizes of data, fsdp and tensor: tensor a power of two up to 8 within a host, data 1 or one group a host."""
+    for tensor, data in itertools.product((1, 2, 4, 8), sorted({1, max(1, devices // per_link)})):
+        if tensor <= per_link and devices % (tensor * data) == 0:
+            yield dict.fromkeys(AXES, 1) | {"data": data, "fsdp": devices // (tensor * data), "tensor": tensor}
+
+
+def describe(one: Plan) -> str:
+    """The report of one plan as text."""
+    chip, axes = one.target.chip, " × ".join(f"{axis}={size}" for axis, size in one.mesh.items()) or "one device"
+    lines = [
+        f"{one.target.name}: {one.parameters / 1e9:.2f}B parameters on {axes}",
+        f"  a rollout: {one.shape}",
+    ]
+    for program in one.programs:
+        lines += ["", *_program_lines(program, chip.memory)]
+    lines += ["", f"estimate of a step (every sample to its limit, the chip's peak rates): {one.step_seconds:.1f} s"]
+    room = f"{USABLE * chip.memory / GIB:.1f} of {chip.memory / GIB:.1f} GiB"
+    lines.append(f"fits in {room} a device" if one.fits else f"DOES NOT FIT in {room} a device")
+    return "\n".join(lines + [f"  {line}" for line in advice(one)])
+
+
+def _program_lines(program: ProgramPlan, memory: int) -> Iterator[str]:
+    times = f", {program.runs} times a step" if program.runs > 1 else ""
+    if program.refused is not None:
+        yield f"{program.name}{times}: the compiler found no room: {program.refused}"
+        return
+    yield f"{program.name}{times}, on each device (compiled in {program.compile_seconds:.0f} s)"
+    for item in program.items:
+        yield f"  {item.name:36} {item.bytes / GIB:9.2f} GiB"
+    yield f"  {'in all':36} {program.peak / GIB:9.2f} GiB  {program.peak / memory:5.0%}"
+    yield f"  matrix products {program.flops / 1e12:,.1f} TFLOP, read from memory {program.traffic / 1e9:,.0f} GB"
+    for c in program.collectives:
+        yield f"  {c.kind} over {'×'.join(c.axes) or 'no axis'}: {c.count:,} times, {c.sent / 1e9:,.2f} GB sent"
+    if program.kernels:
+        yield "  kernels: " + ", ".join(f"{name} ×{count}" for name, count in program.kernels.items())
+    seconds = ", ".join(f"{name} {value:.2f} s" for name, value in program.seconds.items())
+    yield f"  estimate, roofline: {seconds}"
+
+
+def ranking(plans: Sequence[Plan]) -> str:
+    """One line a mesh, the best first."""
+    lines = ["meshes, the best first"]
+    for one in plans:
+        axes = " × ".join(f"{axis}={size}" for axis, size in one.mesh.items()) or "one device"
+        refused = any(program.refused is not None for program in one.programs)
+        peak = "no room" if refused else f"{max(program.peak for program in one.programs) / GIB:.1f} GiB"
+        time = "" if refused else f"{one.step_seconds:.1f} s a step"
+        lines.append(f"  {axes:32} {peak:>12}  {'fits' if one.fits else 'does not fit':12}  {time}")
+    return "\n".join(lines)
+
+
+CHANGES = {
+    "parameters": "more devices, or mesh.fsdp larger in place of mesh.data",
+    "optimizer": "more devices, or mesh.fsdp larger in place of mesh.data",
+    "weights in the rollout's layout": "mesh.tensor larger: rollouts cut weights over it alone",
+    "cache": "rollout.slots or rollout.max_new_tokens lower, or mesh.tensor larger",
+    "sums of gradients": "more devices, or mesh.fsdp larger in place of mesh.data",
+    "reference policy": "algorithm.kl.coef=0, which needs no reference",
+    "critic": "algorithm.critic.decoder=shared",
+    "activations and other temporaries": "model.remat=full, training.tokens_per_microbatch or "
+    "training.logprob_chunk lower; in a rollout rollout.prefill_columns lower",
+}
+
+
+def advice(one: Plan) -> Iterator[str]:
+    """What to change, the largest part first, for each program that does not fit."""
+    for program in one.programs:
+        if program.refused is not None:
+            changes = "cache", "activations and other temporaries", "weights in the rollout's layout"
+            for name in changes if program.name == "rollout" else changes[1:2]:
+                yield f"{program.name}: {CHANGES[name]}"
+        elif program.peak > USABLE * one.target.chip.memory:
+            for item in sorted(program.items, key=lambda item: -item.bytes)[:3]:
+                if item.name in CHANGES:
+                    yield f"{program.name}, {item.name} ({item.bytes / GIB:.1f} GiB): {CHANGES[item.name]}"
+
+
+def as_dict(one: Plan) -> dict[str, Any]:
+    """As JSON: bytes, operations and seconds of one device."""
+    return {
+        "target": one.target.name,
+        "mesh": one.mesh,
+        "parameters": one.parameters,
+        "memory": one.target.chip.memory,
+        "fits": one.fits,
+        "step_seconds_estimate": one.step_seconds,
+        "programs": [
+            dataclasses.asdict(program) | {"peak": program.peak, "items": {i.name: i.bytes for i in program.items}}
+            for program in one.programs
+        ],
+        "advice": list(advice(one)),
+    }

@@ -1,0 +1,235 @@
+"""What a compiled program takes on each device: memory, communication by kind and mesh axis, kernels. Knows no model.
+
+Read from the compiler's own accounts and its optimised text, in which shapes are those of one device. An instruction in
+a loop counts as often as the loop runs: as often as the text says, or, where the data decide, as the caller does.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+WIDTHS = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "f8e4m3fn": 1, "f8e5m2": 1}
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+# Bytes that a device sends, as a share of the larger of operand and result, among n devices.
+SENT = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "collective-permute": lambda n: 1.0,
+}
+INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
+CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
+BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+TRIPS = re.compile(r'known_trip_count"?:\s*\{"n":\s*"(\d+)"')
+BELOW = re.compile(r"%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device: what a program is handed, what it makes, the part of that it writes over what it was handed,
+    and what it needs in between."""
+
+    arguments: int
+    results: int
+    aliased: int
+    temporaries: int
+
+    @property
+    def peak(self) -> int:
+        return self.arguments + self.results - self.aliased + self.temporaries
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One kind of communication among the devices along some axes of the mesh: how often, and bytes that a device
+    holds of it and sends, in all."""
+
+    kind: str
+    axes: tuple[str, ...]
+    count: int
+    bytes: int
+    sent: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    name: str
+    shapes: str
+    op: str
+    rest: str
+
+    @property
+    def called(self) -> list[str]:
+        branches = BRANCHES.search(self.rest)
+        listed = [name.strip().lstrip("%") for name in branches[1].split(",")] if branches else []
+        return CALLED.findall(self.rest) + listed
+
+
+class Program:
+    """The optimised text of a program, and how often each of its computations runs.
+
+    `trips` are those of the outermost loops whose number the data decide and which hold another loop, in order; other
+    loops of that sort run once.
+    """
+
+    def __init__(self, text: str, trips: Sequence[int] = ()):
+        self._computations, self._entry = _computations(text)
+        self._runs: collections.Counter[str] = collections.Counter()
+        self._trips = iter(trips)
+        self._walk(self._entry, 1)
+
+    def _walk(self, name: str, runs: int) -> None:
+        self._runs[name] += runs
+        for instruction in self._computations.get(name, ()):
+            times = self._times(instruction) if instruction.op == "while" else 1
+            for called in instruction.called:
+                if times and called in self._computations:
+                    self._walk(called, runs * times)
+
+    def _times(self, loop: Instruction) -> int:
+        if (known := self._known_trips(loop)) is not None:
+            return known
+        return next(self._trips, 1) if any(map(self._has_loop, loop.called)) else 1
+
+    def _known_trips(self, loop: Instruction) -> int | None:
+        """As noted, or, as TPUs' compiler notes none, the constant below which the loop's counter must be."""
+        if noted := TRIPS.search(loop.rest):
+            return int(noted[1])
+        condition = re.search(r"condition=%?([\w.\-]+)", loop.rest)
+        inside = self._computations.get(condition[1] if condition else "", [])
+        below = BELOW.match(inside[-1].rest) if inside and inside[-1].op == "compare" else None
+        if below is None:
+            return None
+        limits = [i for i in inside if i.name == below[1] and i.op == "constant"]
+        return int(limits[0].rest.partition(")")[0]) if limits else None
+
+    def _has_loop(self, name: str) -> bool:
+        inside = self._computations.get(name, ())
+        return any(i.op == "while" or any(map(self._has_loop, i.called)) for i in inside)
+
+    def instructions(self) -> Iterator[tuple[Instruction, int]]:
+        """Each that runs at all, and how often."""
+        for name, runs in self._runs.items():
+            for instruction in self._computations[name]:
+                yield instruction, runs
+
+    def collectives(self, mesh: Any) -> list[Collective]:
+        """By kind and axes, the largest first."""
+        found: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+        for instruction, runs in self.instructions():
+            kind = instruction.op.removesuffix("-start")
+            if kind not in COLLECTIVES:
+                continue
+            groups = _groups(instruction.rest, mesh.size)
+            axes = _axes(groups, mesh)
+            size = max((math.prod(shape) * width for shape, width in _shapes(instruction.shapes)), default=0)
+            n = len(groups[0])
+            if kind == "reduce-scatter":
+                size *= n
+            sent = size * SENT.get(kind, lambda n: (n - 1) / n)(n)
+            total = found.setdefault((kind, axes), [0, 0, 0])
+            for i, add in enumerate((runs, runs * size, runs * sent)):
+                total[i] += add
+        made = [Collective(*key, int(count), int(size), sent) for key, (count, size, sent) in found.items()]
+        return sorted(made, key=lambda c: -c.sent)
+
+    def kernels(self) -> dict[str, int]:
+        """Custom calls by target: how many instructions of each."""
+        named = (re.search(r'custom_call_target="([^"]*)"', i.rest) for i, _ in self.instructions())
+        return dict(collections.Counter(found[1] for found in named if found).most_common())
+
+
+def memory_of(compiled: Any) -> Memory:
+    """Of what `jax.stages.Lowered.compile` returns."""
+    m = compiled.memory_analysis()
+    return Memory(m.argument_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes, m.temp_size_in_bytes)
+
+
+def count_flops(jaxpr: Any, trips: Sequence[int] = ()) -> float:
+    """Floating-point operations of the matrix products of a traced program on all devices together, two for each
+    multiply-add; `trips` as for `Program`. Branches count as the dearest of them."""
+    return _flops(jaxpr, iter(trips))
+
+
+def _flops(jaxpr: Any, trips: Iterator[int]) -> float:
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return sum(_equation_flops(equation, trips) for equation in jaxpr.eqns)
+
+
+def _equation_flops(equation: Any, trips: Iterator[int]) -> float:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        left = equation.invars[0].aval.shape
+        return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
+    if name.startswith("ragged_dot"):
+        rows, inner = equation.invars[0].aval.shape[-2:]
+        return 2.0 * rows * inner * equation.invars[1].aval.shape[-1]
+    if name == "scan":
+        return params["length"] * _flops(params["jaxpr"], trips)
+    if name == "while":
+        body = params["body_jaxpr"]
+        times = next(trips, 1) if _has_loop(body) else 1
+        return times * _flops(body, trips)
+    if name == "cond":
+        return max(_flops(branch, trips) for branch in params["branches"])
+    inner = sum(_flops(x, trips) for x in _jaxprs(params))
+    if name == "shard_map":
+        return inner * math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+    return inner
+
+
+def _jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
+    """Those that an equation calls once."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if key in params:
+            yield params[key]
+
+
+def _has_loop(jaxpr: Any) -> bool:
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return any(e.primitive.name in ("scan", "while") or any(map(_has_loop, _jaxprs(e.params))) for e in jaxpr.eqns)
+
+
+def _computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """Instructions by computation, and the name of the one that is run."""
+    computations: dict[str, list[Instruction]] = {}
+    name = entry = ""
+    for line in text.splitlines():
+        if line.endswith("{") and (found := re.match(r"^(ENTRY )?%?([\w.\-]+) \(", line)):
+            name = found[2]
+            entry = name if found[1] else entry
+            computations[name] = []
+        elif name and (found := INSTRUCTION.match(line)):
+            computations[name].append(Instruction(*found.groups()))
+    return computations, entry
+
+
+def _shapes(text: str) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Dimensions and bytes an element of each array in a type."""
+    for kind, dims in re.findall(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]", text):
+        width = WIDTHS.get(kind) or int(re.sub(r"\D", "", kind) or 8) // 8 or 1
+        yield tuple(int(d) for d in dims.split(",") if d), width
+
+
+def _groups(text: str, devices: int) -> np.ndarray:
+    """Devices that talk to each other, [groups, n], by their place in the mesh; pairs of a permute."""
+    if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape, order, turned = (tuple(map(int, part.split(","))) if part else () for part in found.groups())
+        ids = np.arange(math.prod(order)).reshape(order)
+        return (ids.transpose(turned) if turned else ids).reshape(shape)
+    if found := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", text):
+        return np.array([[int(d) for d in group.split(",")] for group in re.findall(r"\{([\d, ]+)\}", found[1])])
+    return np.arange(devices)[None]
+
+
+def _axes(groups: np.ndarray, mesh: Any) -> tuple[str, ...]:
+    """The axes of the mesh along which the members of a group differ."""
+    places = np.stack(np.unravel_index(groups, tuple(mesh.shape.values())))  # [axes, groups, n]
+    differ = (places != places[..., :1]).any(axis=(1, 2))
+    return tuple(axis for axis, moves in zip(mesh.shape, differ, strict=True) if moves)

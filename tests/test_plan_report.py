@@ -1,0 +1,131 @@
+"""Programs read from text and traces: loops counted, groups of devices named by mesh axis, operations added up."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_post.loops.planning import rollout_trips
+from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.rollout.decoding import Decoding, sampling_arrays
+from jaxrl_post.rollout.schedule import SampleOptions, engine_shape
+from sharding.mesh import make_mesh
+from sharding.report import Collective, Program, count_flops, memory_of
+from sharding.targets import CHIPS, parse_target
+
+TEXT = """HloModule jit_run, is_scheduled=true
+
+%layers (p: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
+  %p = (s32[], bf16[4,8]) parameter(0)
+  %x = bf16[4,8]{1,0} get-tuple-element(%p), index=1
+  %reduced = bf16[4,8]{1,0} all-reduce(%x), channel_id=1, replica_groups=[4,2]<=[8], to_apply=%add
+  ROOT %t = (s32[], bf16[4,8]) tuple(%x, %reduced)
+}
+
+%below (p.1: (s32[], bf16[4,8])) -> pred[] {
+  %three = s32[] constant(3)
+  %p.1 = (s32[], bf16[4,8]) parameter(0)
+  %i = s32[] get-tuple-element(%p.1), index=0
+  ROOT %lt = pred[] compare(%i, %three), direction=LT
+}
+
+%step (p.2: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
+  %p.2 = (s32[], bf16[4,8]) parameter(0)
+  ROOT %inner = (s32[], bf16[4,8]) while(%p.2), condition=%below, body=%layers
+}
+
+%more (p.3: (s32[], bf16[4,8])) -> pred[] {
+  %p.3 = (s32[], bf16[4,8]) parameter(0)
+  %n = s32[] get-tuple-element(%p.3), index=0
+  ROOT %open = pred[] compare(%n, %n), direction=LT
+}
+
+ENTRY %main (a: bf16[4,8]) -> bf16[4,64] {
+  %a = bf16[4,8]{1,0} parameter(0)
+  %start = (s32[], bf16[4,8]) tuple(%a, %a)
+  %outer = (s32[], bf16[4,8]) while(%start), condition=%more, body=%step
+  %kernel = f32[2]{0} custom-call(%a), custom_call_target="fused_attention"
+  ROOT %gathered = bf16[4,64]{1,0} all-gather(%a), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={1}
+}
+"""
+
+
+def test_an_instruction_counts_as_often_as_its_loops_run_and_its_groups_have_axes():
+    """An all-reduce of 64 bytes between two devices sends 64; three layers, five steps. A gather sends its own part."""
+    program = Program(TEXT, trips=[5])
+    mesh = make_mesh({"fsdp": 4, "tensor": 2}, jax.devices())
+    assert program.collectives(mesh) == [
+        Collective("all-reduce", ("tensor",), 15, 15 * 64, 15 * 64.0),
+        Collective("all-gather", ("fsdp",), 1, 512, 384.0),
+    ]
+    assert program.kernels() == {"fused_attention": 1}
+    assert Program(TEXT, trips=[0]).collectives(mesh)[0].kind == "all-gather"
+
+
+def test_what_xla_writes_is_read_on_the_cpu():
+    """A matrix cut over fsdp and used whole is gathered; its bytes are the whole matrix."""
+    mesh = make_mesh({"fsdp": 8}, jax.devices())
+    cut, whole = NamedSharding(mesh, PartitionSpec("fsdp")), NamedSharding(mesh, PartitionSpec())
+
+    def run(w, x):
+        step = lambda x, _: (lax.with_sharding_constraint(x @ lax.with_sharding_constraint(w, whole), whole), None)
+        return lax.scan(step, x, None, length=6)[0]
+
+    w, x = (jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=s) for s in (cut, whole))
+    traced = jax.jit(run).trace(w, x)
+    compiled = traced.lower().compile()
+    (gather,) = Program(compiled.as_text()).collectives(mesh)
+    assert (gather.kind, gather.axes, gather.bytes // gather.count) == ("all-gather", ("fsdp",), 64 * 64 * 4)
+    assert memory_of(compiled).arguments == 64 * 8 * 4 + 64 * 64 * 4
+    assert count_flops(traced.jaxpr) == 6 * 2 * 64**3
+
+
+def test_operations_of_loops_branches_replicas_and_gradients():
+    square, mesh = jnp.ones((8, 8)), make_mesh({"fsdp": 4}, jax.devices()[:4])
+    product = 2 * 8**3
+
+    def loop(x, n):
+        layers = lambda x: lax.scan(lambda x, _: (x @ square, None), x, None, length=3)[0]
+        x = lax.while_loop(lambda c: c[1] < n, lambda c: (layers(c[0]), c[1] + 1), (x, 0))[0]
+        return lax.cond(n > 3, lambda x: x @ square @ square, lambda x: x, x)
+
+    assert count_flops(jax.jit(loop).trace(square, 4).jaxpr, trips=[7]) == (7 * 3 + 2) * product
+    spec = PartitionSpec("fsdp")
+    each = jax.shard_map(lambda x: x @ x.T, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"fsdp"})
+    assert count_flops(jax.jit(each).trace(jnp.ones((8, 8))).jaxpr) == 4 * 2 * 2 * 2 * 8
+    loss = jax.grad(lambda w: jax.checkpoint(lambda w: jnp.sin(w @ square) @ square)(w).sum())
+    assert count_flops(jax.jit(loss).trace(square).jaxpr) == pytest.approx(5 * product, abs=product)
+
+
+def test_targets_are_a_chip_and_its_numbers_or_an_error_that_says_what_to_write():
+    assert parse_target("h200:2x8").sizes == (2, 8)
+    assert parse_target("v5p:8x8x16").chip is CHIPS["v5p"]
+    assert parse_target("h100:4x8").per_link == 8
+    for text, part in {
+        "h300:1x8": "Did you mean h200",
+        "v5e:4x4x4": "a torus of 2 axes",
+        "h200:8": "hosts x GPUs",
+        "v5p:": "a torus of 3 axes",
+    }.items():
+        with pytest.raises(ValueError, match=part) as caught:
+            parse_target(text)
+        assert text in str(caught.value)
+
+
+MODEL = ModelConfig("qwen3", 98, 32, 64, 3, 4, 2, 16)
+
+
+def shape_of(slots):
+    options = SampleOptions(4, 40, slots=slots, refill=None if slots is None else slots)
+    sampling = sampling_arrays([Decoding()] * 64, (), ())
+    return engine_shape(16, options, 8, sampling, MODEL, 1e12, "gpu")
+
+
+def test_the_loops_of_a_rollout_run_as_often_as_full_length_samples_make_them():
+    """All 64 at once decode 40 steps in three tiers; 16 slots take four waves, the last of them outside the filling."""
+    together = rollout_trips(shape_of(None), 16)
+    assert together[:4] == [1, 10, 10, 20]
+    assert not any(together[4:])
+    fills, inner, *last = rollout_trips(shape_of(16), 16)
+    assert (fills, fills * inner, sum(last)) == (4, 120, 40)
