@@ -52,6 +52,7 @@ def check_same_run(ours, theirs, steps, loop="online"):
 
 FOUR = ("mesh.data=2", "mesh.fsdp=2")
 EIGHT = ("mesh.data=2", "mesh.fsdp=4")
+SMALL = ("evaluation.enabled=false", "rollout.max_new_tokens=8", "model.random.layers=1")
 STEPS = ("steps=2", "evaluation.every=1")
 
 
@@ -88,7 +89,7 @@ def test_four_processes_are_one_run(tmp_path, kind, loop, batch):
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
-    overrides = ("steps=4", "checkpoint.every=1", "checkpoint.keep_last=4", "evaluation.enabled=false")
+    overrides = ("steps=4", "checkpoint.every=1", "checkpoint.keep_last=4", *SMALL)
     launched(tmp_path / "whole", "grpo", 2, 2, *overrides, *FOUR)
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     for step in (3, 4):
@@ -123,11 +124,9 @@ def faulty(tmp_path, monkeypatch, fault):
     return (
         "steps=3",
         "checkpoint.every=1",
-        "evaluation.enabled=false",
         "reward.function=faulty_reward:reward",
         "mesh.fsdp=2",
-        "rollout.max_new_tokens=8",
-        "model.random.layers=1",
+        *SMALL,
     )
 
 
