@@ -7,7 +7,8 @@ alike from outside, from one step's line of output to the next: wall clock, and 
 that a busy neighbour disturbs least. A step is sample + reward + update; evaluation is off and the last step, in which
 ours saves a checkpoint, is left out, as are the first two (warm-up, compiling). A step costs less as fewer groups have
 signal, and the two learn at their own pace, so the table also gives the first timed steps alone, in which nearly every
-group has some. Prints a table with the ratios, and writes DIR/{steps.jsonl, curve.png}.
+group has some; sampling (`gen`) and the update are as each side times them. Prints a table with the ratios, and writes
+DIR/{steps.jsonl, curve.png}.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from jaxrl_post.models.zoo import resolve
 
 ROOT = Path(__file__).parent.parent
 WARM_UP, EARLY = 2, 5
+PHASE = re.compile(r"(gen|update_actor) (\S+) s")
 TICKS = os.sysconf("SC_CLK_TCK")
 Step = dict[str, float]
 
@@ -72,7 +74,7 @@ def timed(command: list[str], line_of_a_step: re.Pattern[str], echo: TextIO = sy
             if match := line_of_a_step.match(line):
                 now, used = time.perf_counter(), cpu_seconds(process.pid)
                 step = {"step": int(match[1]), "seconds": now - wall, "cpu": used - cpu, "reward": float(match[2])}
-                steps.append(step)
+                steps.append(step | {name: float(seconds) for name, seconds in PHASE.findall(line)})
                 wall, cpu = now, used
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
@@ -86,16 +88,17 @@ def cpu_seconds(pid: int) -> float:
 
 
 def table(runs: dict[str, list[Step]]) -> str:
-    lines = [f"{'a step':32}{'jaxrl_post':>12}{'torch':>12}{'torch / ours':>14}"]
-    for unit, label in {"seconds": "wall s", "cpu": "CPU s"}.items():
-        timed_steps = {who: [step[unit] for step in steps[WARM_UP:-1]] for who, steps in runs.items()}
+    lines = [f"{'a step':40}{'jaxrl_post':>12}{'torch':>12}{'torch / ours':>14}"]
+    units = {"seconds": "wall s", "cpu": "CPU s", "gen": "sampling, wall s", "update_actor": "update, wall s"}
+    for unit, label in units.items():
+        timed_steps = {who: [step.get(unit, 0.0) for step in steps[WARM_UP:-1]] for who, steps in runs.items()}
         for name, measure in {
             "mean": statistics.mean,
             "median": statistics.median,
             f"mean of the first {EARLY}": lambda x: statistics.mean(x[:EARLY]),
         }.items():
             a, b = (measure(timed_steps[who]) for who in ("jaxrl_post", "torch"))
-            lines.append(f"{f'{label}, {name}':32}{a:12.2f}{b:12.2f}{b / a:14.2f}")
+            lines.append(f"{f'{label}, {name}':40}{a:12.2f}{b:12.2f}{b / a:14.2f}")
     return "\n".join(lines)
 
 

@@ -1,10 +1,10 @@
 """Tokens a second of the rollout engine on one small, fixed workload; prints one line of JSON.
 
-    python benchmarks/rollout.py {fixed|ragged} [--timed 3] [--slots N] [--refill N] [--vllm PYTHON]
+    python benchmarks/rollout.py {fixed|ragged} [--timed 3] [--slots N] [--refill N] [--vllm PYTHON] [--tunix PYTHON]
 
-Temperature 1; see `workload.py`. `--vllm` names a Python that has vLLM (its CPU build on a CPU): the same model folder
-and prompts are given to it after ours is done, in a process of its own, and the ratio is printed (above 1: ours is
-faster).
+Temperature 1; see `workload.py`. `--vllm` names a Python that has vLLM (its CPU build on a CPU), `--tunix` one that has
+google-tunix: the same model folder and prompts are given to each after ours is done, in a process of its own, and the
+ratio is printed (above 1: ours is faster).
 
 `tokens_per_s` counts the sampled tokens over the whole call; `cpu_s` is the CPU time of the process a step, the figure
 that a busy neighbour disturbs least. `matmul_tokens_per_s` is the limit set by the weights' matmuls alone: as many
@@ -17,14 +17,14 @@ import argparse
 import json
 import resource
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
+from peers import run_peer
+from products import forward_s
 from workload import CONFIG, GROUP, LONGEST, MAX_NEW, PROMPTS, STOP, STOP_BIAS, prompts, weights, write_workload
 
 from jaxrl_post.models.decoder import abstract
@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, help="sequences decoded at once; default: the engine's choice")
     parser.add_argument("--refill", type=int, help="free slots awaited before a refill; default: the engine's choice")
     parser.add_argument("--vllm", metavar="PYTHON", help="also run vLLM with this Python")
+    parser.add_argument("--tunix", metavar="PYTHON", help="also run Tunix with this Python")
     options = parser.parse_args()
     asked = SampleOptions(GROUP, MAX_NEW, slots=options.slots, refill=options.refill)
     sampler = Sampler(abstract(CONFIG)[0], CONFIG, make_mesh({}, jax.devices()[:1]), {STOP})
@@ -46,19 +47,17 @@ def main() -> None:
     rollout = lambda step: sampler.generate(params, prompts(), asked, seed=0, step=step, width=LONGEST)
     ours = measure(rollout, options.timed)
     print(json.dumps({"workload": options.workload, "system": "jaxrl_post"} | ours))
-    if options.vllm:
-        theirs = run_vllm(options)
-        print(json.dumps({"workload": options.workload} | theirs))
-        print(f"ours / vLLM: {ours['tokens_per_s'] / theirs['tokens_per_s']:.2f}× tokens a second")
-
-
-def run_vllm(options: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as scratch:
         write_workload(Path(scratch), options.workload)
-        script = Path(__file__).parent / "peer_vllm.py"
-        command = [options.vllm, str(script), scratch, f"--timed={options.timed}"]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+        timed = f"--timed={options.timed}"
+        peers = []
+        if options.vllm:
+            peers.append(run_peer(options.vllm, "peer_vllm.py", scratch, timed))
+        if options.tunix:
+            peers.append(run_peer(options.tunix, "peer_tunix.py", "rollout", scratch, timed))
+    for theirs in peers:
+        print(json.dumps({"workload": options.workload} | theirs))
+        print(f"ours / {theirs['system']}: {ours['tokens_per_s'] / theirs['tokens_per_s']:.2f}× tokens a second")
 
 
 def measure(rollout: Callable[[int], Rollout], timed: int) -> dict[str, float | list[int]]:
@@ -92,24 +91,7 @@ def _lap(rollout: Callable[[int], Rollout], step: int) -> dict[str, float]:
 
 def matmul_limit(rows: int = PROMPTS * GROUP) -> float:
     """Tokens a second if a decode step were the products with its weights and nothing else."""
-    c = CONFIG
-    queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    layer = [
-        (c.hidden_size, queries + 2 * keys), (queries, c.hidden_size), (c.hidden_size, 2 * c.intermediate_size),
-        (c.intermediate_size, c.hidden_size),
-    ]  # fmt: skip
-    seconds = c.layers * sum(_product_s(rows, *shape) for shape in layer)
-    return rows / (seconds + _product_s(rows, c.hidden_size, c.vocab_size))
-
-
-def _product_s(rows: int, inner: int, columns: int, repeats: int = 30) -> float:
-    x, w = jnp.ones((rows, inner)), jnp.ones((inner, columns))
-    product = jax.jit(jnp.dot)
-    product(x, w).block_until_ready()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        product(x, w).block_until_ready()
-    return (time.perf_counter() - start) / repeats
+    return rows / forward_s(CONFIG, rows, rows)
 
 
 if __name__ == "__main__":

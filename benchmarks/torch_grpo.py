@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import re
 import sys
+import time
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -28,10 +29,13 @@ def main(folder: str, steps: int) -> None:
     pairs = [(a, b) for a in range(1, 10) for b in range(1, 10) if (7 * a + 3 * b) % 5]
     for step in range(1, steps + 1):
         batch = rng.sample(pairs, PROMPTS)
+        start = time.perf_counter()
         inputs, response, rewards = rollout(model, tokenizer, batch)
+        sampled = time.perf_counter()
         update(model, optimizer, tokenizer, inputs, response, rewards)
         length = response_mask(response, tokenizer.eos_token_id).sum(1).mean()
-        print(f"step {step}  reward {rewards.mean():.3f}  length {length:.1f}", flush=True)
+        seconds = f"gen {sampled - start:.2f} s, update_actor {time.perf_counter() - sampled:.2f} s"
+        print(f"step {step}  reward {rewards.mean():.3f}  length {length:.1f}  {seconds}", flush=True)
 
 
 def rollout(model, tokenizer, batch):

@@ -1,11 +1,12 @@
-"""Seconds of a whole training step on the small, fixed workload of `workload.py`, ours and TRL's in one go.
+"""Seconds of a whole training step on the small, fixed workload of `workload.py`, ours and peers' in one go.
 
-    python benchmarks/train_step.py {grpo|dpo} {fixed|ragged} [--timed 3] [--trl PYTHON [--trl-batch 64]]
+    python benchmarks/train_step.py {grpo|dpo} {fixed|ragged} [--timed 3] [--trl PYTHON] [--tunix PYTHON] [--batch 64]
 
 `grpo`: 32 prompts × 8 samples of at most 96 tokens, sampled, graded and learned from in one update. `dpo`: one update
 on 32 pairs of 32 + 96 tokens, the reference scored on the fly. Float32, AdamW, no warm-up of the learning rate.
-`--trl` names a Python that has TRL and torch; the same model folder and the same prompts are given to both, each in a
-process of its own, one step to warm up, and the ratio of the median steps is printed (above 1: ours is faster).
+`--trl` names a Python that has TRL and torch, `--tunix` one that has google-tunix; the same model folder and the same
+prompts are given to all, each in a process of its own, one step to warm up, and the ratio of the median steps is
+printed (above 1: ours is faster).
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import yaml
+from peers import run_peer
 from quickstart_vs_torch import timed
 from workload import GROUP, LONGEST, MAX_NEW, PAIR_ANSWER, PAIR_PROMPT, PAIRS, PROMPTS, STOP_BIAS, write_workload
 
@@ -35,19 +36,21 @@ def main() -> None:
     parser.add_argument("--timed", type=int, default=3, help="timed steps, after one to warm up")
     parser.add_argument("--tokens", type=int, default=2048, help="our training.tokens_per_microbatch")
     parser.add_argument("--trl", metavar="PYTHON", help="also run TRL with this Python")
-    parser.add_argument("--trl-batch", type=int, default=64, help="sequences of TRL's micro-batch")
+    parser.add_argument("--tunix", metavar="PYTHON", help="also run Tunix with this Python")
+    parser.add_argument("--batch", type=int, default=64, help="sequences of a peer's micro-batch")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_workload(folder, options.workload)
-        results = [run_ours(folder, options)]
-        if options.trl:
-            results.append(run_trl(folder, options))
-    for result in results:
+        ours = run_ours(folder, options)
+        arguments = (options.method, folder, f"--timed={options.timed}", f"--batch={options.batch}")
+        pythons = {"peer_trl.py": options.trl, "peer_tunix.py": options.tunix}
+        peers = [run_peer(python, script, *arguments) for script, python in pythons.items() if python]
+    for result in (ours, *peers):
         print(json.dumps({"method": options.method, "workload": options.workload} | result))
-    if options.trl:
-        print(f"TRL / ours: {results[1]['step_s'] / results[0]['step_s']:.2f}× in wall time, "
-              f"{results[1]['cpu_s'] / results[0]['cpu_s']:.2f}× in CPU time")  # fmt: skip
+    for theirs in peers:
+        print(f"{theirs['system']} / ours: {theirs['step_s'] / ours['step_s']:.2f}× in wall time, "
+              f"{theirs['cpu_s'] / ours['cpu_s']:.2f}× in CPU time")  # fmt: skip
 
 
 def even_share(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
@@ -98,13 +101,6 @@ def _recipe(folder: Path, options: argparse.Namespace) -> dict[str, object]:
         "rollout": {"samples_per_prompt": GROUP, "max_new_tokens": MAX_NEW},
         "dump_rollouts": False,
     }
-
-
-def run_trl(folder: Path, options: argparse.Namespace) -> dict[str, object]:
-    command = [options.trl, str(HERE / "peer_trl.py"), options.method, str(folder)]
-    command += [f"--timed={options.timed}", f"--batch={options.trl_batch}"]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":
