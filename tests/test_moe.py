@@ -13,16 +13,18 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from jaxrl_post import recipes
 from jaxrl_post.config import RandomModel
+from jaxrl_post.loops.groups import completion_from_json, completion_to_json
 from jaxrl_post.loops.network import build_network, random_config
 from jaxrl_post.models import moe
 from jaxrl_post.models.config import Experts, ModelConfig, from_huggingface, to_huggingface
 from jaxrl_post.models.decoder import abstract
 from jaxrl_post.models.moe import Routing
 from jaxrl_post.models.placement import ANYWHERE
+from jaxrl_post.rollout.sampler import check_stops_early
 from jaxrl_post.training import routing as routers
 from jaxrl_post.training.loss import Tally
 from jaxrl_post.training.optimizer import clip
-from jaxrl_post.types import TrainBatch, Trajectory
+from jaxrl_post.types import Completion, StopReason, TrainBatch, Trajectory
 from sharding import TRAIN, make_mesh, place, tree_shardings
 
 E, K, D, F = 5, 2, 12, 7
@@ -231,6 +233,13 @@ def test_choices_lie_where_their_tokens_do_in_packed_rows():
     np.testing.assert_array_equal(packed[0, 0, :, 0, 0], [10, 11, 12, 13, 20, 21, 30, 31])
 
 
+def test_choices_of_a_carried_group_survive_a_checkpoint():
+    choices = np.random.default_rng(0).integers(0, 300, (4, 2, 2)).astype(np.uint16)
+    one = np.zeros(3, np.float32)
+    saved = completion_to_json(Completion(0, np.int32([1, 2, 3]), one, one, StopReason.STOP, choices=choices))
+    np.testing.assert_array_equal(completion_from_json(json.loads(json.dumps(saved))).choices, choices)
+
+
 # The optimizer.
 
 
@@ -291,6 +300,13 @@ def test_a_config_json_that_would_change_the_numbers_is_refused_by_name(raw, cha
 def test_a_recipe_that_asks_experts_for_what_they_cannot_do_is_refused(changes, said):
     with pytest.raises(ValueError, match=said):
         network_of(recipes.load(TINY, changes))
+
+
+def test_replicas_that_share_experts_cannot_stop_early():
+    config = from_huggingface(QWEN3_MOE)
+    check_stops_early(config, make_mesh({"data": 2}, jax.devices()[:2]))
+    with pytest.raises(ValueError, match=r"mesh.expert=2: .* set mesh.expert=1, or rollout.partial=null"):
+        check_stops_early(config, make_mesh({"expert": 2}, jax.devices()[:2]))
 
 
 def network_of(config):

@@ -21,6 +21,7 @@ from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.huggingface import open_checked
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.rewards.reward import Reward
+from jaxrl_post.rollout.sampler import check_stops_early
 from jaxrl_post.types import Prompt
 from sharding.rules import ROLLOUT
 
@@ -78,6 +79,8 @@ def build(config: Config) -> Job:
     held_out = prepare(task.held_out, tokenizer, config.data, "held-out rows")[0] if task.held_out else []
     held_out = held_out[: config.evaluation.max_prompts]
     network = build_network(config, folder, tokenizer)
+    if config.rollout.partial:
+        check_stops_early(network.model, network.mesh)
     network.shardings(ROLLOUT)  # refuse sizes that do not divide before anything is loaded
     lengths = {
         "data.max_prompt_tokens": config.data.max_prompt_tokens,

@@ -178,8 +178,11 @@ def _mixed(
     (X, D), E = h_XD.shape, len(weights[0])
     choice_R = choices_Xk.reshape(-1)
     choice_R = jnp.where((choice_R >= 0) & (choice_R < E), choice_R, E)
-    run = {"ragged": _ragged, "blocked": _blocked}[moe.backend]
-    y_XkD = run(weights, h_XD, choice_R).reshape(X, -1, D)
+    if moe.backend == "ragged":
+        y_RD = _ragged(weights, h_XD, choice_R)
+    else:
+        y_RD = _blocked(weights, h_XD, choice_R, block_size(len(choice_R), moe.count))
+    y_XkD = y_RD.reshape(X, -1, D)
     return jnp.einsum("xkd,xk->xd", y_XkD.astype(jnp.float32), gates_Xk).astype(h_XD.dtype)
 
 
@@ -223,10 +226,10 @@ def blocks_of(choice_R: jax.Array, tokens: int, experts: int, size: int) -> Bloc
     return Blocks(token, expert, end_E[-1], jnp.zeros_like(place_R).at[order_R].set(place_R))
 
 
-def _blocked(weights: tuple[jax.Array, ...], h_XD: jax.Array, choice_R: jax.Array) -> jax.Array:
+def _blocked(weights: tuple[jax.Array, ...], h_XD: jax.Array, choice_R: jax.Array, size: int) -> jax.Array:
     """Each assignment's output [R, D], 0 for those of no expert, by a loop over blocks."""
     (X, D), E = h_XD.shape, len(weights[0])
-    blocks = blocks_of(choice_R, X, E, block_size(len(choice_R), E))
+    blocks = blocks_of(choice_R, X, E, size)
     rows = jnp.take(h_XD, blocks.token, axis=0, mode="fill", fill_value=0).reshape(len(blocks.expert), -1, D)
     y = _each_block(weights, rows, blocks.expert, blocks.used).reshape(-1, D)
     return jnp.take(y, blocks.at, axis=0, mode="fill", fill_value=0)

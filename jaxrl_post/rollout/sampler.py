@@ -110,11 +110,8 @@ class Sampler:
         shape = self._shape(requests, options, width, partial)
         if partial and shape.top_logprobs:
             raise ValueError(f"top_logprobs={shape.top_logprobs} of samples that go on are not kept: ask for 0")
-        if partial and self._config.moe and self._mesh.shape["expert"] > 1:
-            raise ValueError(
-                f"mesh.expert={self._mesh.shape['expert']}: replicas that share experts cannot stop a rollout early: "
-                "set mesh.expert=1, or rollout.partial=null"
-            )
+        if partial:
+            check_stops_early(self._config, self._mesh)
         if shape not in self._compiled:
             log.info("rollout of %d prompts a replica: %s", len(lengths) // replicas, shape.describe())
             self._compiled[shape] = make_rollout(self._graphdef, shape, self._mesh, self._specs)
@@ -248,6 +245,16 @@ class Sampler:
             with_versions(completions, partial, step) if partial else completions,
             tuple(int(n) for n in samples.decode_steps),
             tuple(int(n) for n in samples.refills),
+        )
+
+
+def check_stops_early(config: ModelConfig, mesh: Mesh) -> None:
+    """Raises: ValueError where rollouts cannot be partial: what a replica catches up with is its own, and replicas that
+    share experts must run the same steps."""
+    if config.moe and mesh.shape["expert"] > 1:
+        raise ValueError(
+            f"mesh.expert={mesh.shape['expert']}: replicas that share experts cannot stop a rollout early: set "
+            "mesh.expert=1, or rollout.partial=null"
         )
 
 
