@@ -116,14 +116,14 @@ def reward(prompts, completions, rows):
 """
 
 
-def faulty(tmp_path, monkeypatch, fault):
+def faulty(tmp_path, monkeypatch, fault, every=1):
     """Options of a recipe whose reward has this fault in step 2 on process 1, the first time."""
     (tmp_path / "faulty_reward.py").write_text(REWARD.replace("FAULT\n", f"{fault}\n"))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}")
     monkeypatch.setenv("FAULT_FOLDER", str(tmp_path))
     return (
         "steps=3",
-        "checkpoint.every=1",
+        f"checkpoint.every={every}",
         "reward.function=faulty_reward:reward",
         "mesh.fsdp=2",
         *SMALL,
@@ -161,10 +161,10 @@ def test_a_process_that_hangs_is_named_and_costs_no_step(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_stop_saves_and_the_run_goes_on_from_it(tmp_path, monkeypatch):
-    overrides = faulty(tmp_path, monkeypatch, "os.kill(os.getpid(), 15)")
-    said = launched(tmp_path / "run", "grpo", 2, 1, *overrides, "checkpoint.every=0")
+    overrides = faulty(tmp_path, monkeypatch, "os.kill(os.getpid(), 15)", every=0)
+    said = launched(tmp_path / "run", "grpo", 2, 1, *overrides)
     assert "told to stop: step 2 is saved" in said
     assert "step 3/3" not in said
-    assert "resuming after step 2" in launched(tmp_path / "run", "grpo", 2, 1, *overrides, "checkpoint.every=0")
-    launched(tmp_path / "whole", "grpo", 2, 1, *overrides, "checkpoint.every=0")
+    assert "resuming after step 2" in launched(tmp_path / "run", "grpo", 2, 1, *overrides)
+    launched(tmp_path / "whole", "grpo", 2, 1, *overrides)
     check_same_run(tmp_path / "run", tmp_path / "whole", 3)
