@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,24 @@ SHOWN = 8
 log = logging.getLogger(__name__)
 
 
+class SaveError(OSError):
+    """A checkpoint could not be written; the ones before it are as they were."""
+
+
+class _Kept:
+    """Which steps stay, in the form Orbax asks for it: the newest few, and one more by number."""
+
+    def __init__(self, last: int):
+        self._last = last
+        self.also: int | None = None
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        old = len(checkpoints) - self._last
+        return [i >= old or checkpoint.step == self.also for i, checkpoint in enumerate(checkpoints)]
+
+
 class Checkpointer:
-    """Saves and restores steps in `folder` (made if absent), of which the newest `keep_last` stay.
+    """Saves and restores steps in `folder` (made if absent), of which the newest `keep_last` stay, and one more.
 
     Only the job that trains may save into a folder; others may read it meanwhile. All processes of a job call every
     method together.
@@ -37,13 +53,15 @@ class Checkpointer:
         if keep_last < 1:
             raise ValueError(f"keep_last={keep_last}: keep at least 1 checkpoint")
         self._folder = epath.Path(folder) if "://" in str(folder) else epath.Path(Path(folder).absolute())
+        self._kept = _Kept(keep_last)
+        self._saving = -1  # the newest step whose save began
         self._manager = ocp.CheckpointManager(
             self._folder,
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep_last),
+            options=ocp.CheckpointManagerOptions(preservation_policy=self._kept),
             item_handlers={"arrays": ocp.PyTreeCheckpointHandler(), "host": ocp.JsonCheckpointHandler()},
         )
 
-    def save(self, step: int, arrays: Tree, host: dict[str, Any]) -> None:
+    def save(self, step: int, arrays: Tree, host: dict[str, Any], keep: int | None = None) -> None:
         """Copy `arrays` off the devices, then write them and `host` in the background.
 
         On return the arrays may be donated. Waits for the save before it and raises what made that one fail; removes
@@ -53,8 +71,10 @@ class Checkpointer:
           step: above every saved step.
           arrays: a tree of non-empty jax arrays (of random keys, their `jax.random.key_data`).
           host: what JSON gives back unchanged: string keys, lists, finite numbers.
+          keep: a step that stays although newer ones are saved, until the next save names another.
 
-        Raises: ValueError for anything else, before anything is written.
+        Raises: ValueError for anything else, before anything is written; SaveError for the save before this one, and
+        where this one cannot begin.
         """
         flat = _flatten(arrays)
         for path, leaf in flat.items():
@@ -66,9 +86,11 @@ class Checkpointer:
         newest = max(self._steps(), default=-1)
         if step <= newest or step < 0:
             raise ValueError(f"step={step}: must be above the newest saved step, {newest}, in {self._folder}")
-        self._remove_unfinished()
+        self._saving, self._kept.also = step, keep
         args = ocp.args.Composite(arrays=ocp.args.PyTreeSave(flat), host=ocp.args.JsonSave(host))
-        self._manager.save(step, args=args, force=True)
+        with self._failure_told():
+            self._remove_unfinished()
+            self._manager.save(step, args=args, force=True)
 
     def latest(self) -> int | None:
         """The newest step that is complete on disk, as the first process sees it; None when there is none."""
@@ -106,12 +128,14 @@ class Checkpointer:
             return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
 
     def wait(self) -> None:
-        """Return when the save in flight is complete on disk; raise what made it fail."""
-        self._manager.wait_until_finished()
+        """Return when the save in flight is complete on disk. Raises: SaveError, from what made it fail."""
+        with self._failure_told():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Wait, then end the background threads."""
-        self._manager.close()
+        """Wait, then end the background threads. Raises: as `wait`."""
+        with self._failure_told():
+            self._manager.close()
 
     def _steps(self) -> list[int]:
         return [int(path.name) for path in self._folder.iterdir() if _is_complete(path)]
@@ -131,20 +155,37 @@ class Checkpointer:
         self._manager.reload()
 
     @contextlib.contextmanager
+    def _failure_told(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a full disk alone shows as errors of Python, Orbax and tensorstore
+            newest = max(self._steps(), default=None)
+            rest = (
+                "no step is saved yet" if newest is None else f"step {newest} is whole, and a restart goes on from it"
+            )
+            raise SaveError(
+                f"step {self._saving} was not saved in {self._folder} ({_reason(error)}); {rest}: make room there, or "
+                "mend what is wrong with it"
+            ) from error
+
+    @contextlib.contextmanager
     def _damage_named(self, step: int) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # Orbax and tensorstore answer damaged files with errors of many kinds
-            reason = " ".join(str(error).split())[:200]
             raise ValueError(
-                f"{self._folder / str(step)} cannot be read ({type(error).__name__}: {reason}): "
-                "remove it to go on from an earlier checkpoint"
+                f"{self._folder / str(step)} cannot be read ({_reason(error)}): remove it to go on from an earlier "
+                "checkpoint"
             ) from error
 
     def _check_exists(self, step: int) -> None:
         steps = sorted(self._steps())
         if step not in steps:
             raise ValueError(f"step={step}: no complete checkpoint in {self._folder}, which holds {steps}")
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _is_complete(path: epath.Path) -> bool:

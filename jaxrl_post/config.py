@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from jaxrl_post.config_algorithms import GPG, GRPO, PolicyAlgorithm, PolicyGradient, PolicyMethod
 from jaxrl_post.config_base import Count, Positive, Section, default_kind
+from jaxrl_post.config_checkpoint import Checkpoint as Checkpoint
 from jaxrl_post.config_distillation import Distillation
 from jaxrl_post.config_model import Model as Model
 from jaxrl_post.config_model import RandomModel as RandomModel
@@ -153,14 +154,6 @@ class Training(Section):
     """Keep a group's prompt once in a row and let each response see it and itself."""
     logprob_chunk: PositiveInt = 256
     """Target tokens per row whose logits exist at the same time."""
-
-
-class Checkpoint(Section):
-    every: Count = 0
-    """Steps between checkpoints; 0 saves only the last step."""
-    keep_last: PositiveInt = 2
-    resume: bool = True
-    """Continue from the newest complete checkpoint in the run folder, if there is one."""
 
 
 class Evaluation(Section):

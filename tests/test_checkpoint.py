@@ -85,6 +85,46 @@ def test_latest_is_the_newest_step_on_disk_and_old_ones_go(checkpointer, tmp_pat
     reader.close()
 
 
+def test_one_older_step_stays_until_another_takes_its_place(checkpointer, tmp_path):
+    kept = []
+    for step, best in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 5), (6, 5), (7, 5), (8, None)):
+        checkpointer.save(step, {"x": jnp.full(3, step)}, {}, keep=best)
+        checkpointer.wait()
+        kept.append(sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()))
+    assert kept == [[1], [1, 2], [1, 2, 3], [1, 3, 4], [4, 5], [5, 6], [5, 6, 7], [7, 8]]
+
+
+# Saves step 1, then step 2 with files limited to 64 KiB, as on a disk that is full: then without the limit.
+FULL_DISK = """
+    import resource, sys
+    import jax, numpy as np
+    from jaxrl_post.checkpoint import Checkpointer, SaveError
+
+    checkpointer = Checkpointer(sys.argv[1], keep_last=1)
+    tree = lambda step: {"w": jax.random.normal(jax.random.key(step), (512, 512))}
+    checkpointer.save(1, tree(1), {"step": 1})
+    checkpointer.wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, hard))
+    try:
+        checkpointer.save(2, tree(2), {"step": 2})
+        checkpointer.wait()
+    except SaveError as error:
+        print(checkpointer.latest(), str(error))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    checkpointer.save(2, tree(2), {"step": 2})
+    checkpointer.close()
+    print(checkpointer.latest())
+"""
+
+
+def test_a_full_disk_leaves_the_step_before_and_says_so_in_one_line(tmp_path):
+    said, after = run_python(FULL_DISK, tmp_path, devices=1).splitlines()
+    assert said.startswith(f"1 step 2 was not saved in {tmp_path} (")
+    assert "step 1 is whole, and a restart goes on from it" in said
+    assert (after, [path.name for path in tmp_path.iterdir()]) == ("2", ["2"])
+
+
 @pytest.mark.parametrize("target", ["fsdp and tensor", "one device"])
 def test_restore_on_another_mesh_has_the_requested_shardings(checkpointer, target):
     state = train_state(1, {"data": 8})

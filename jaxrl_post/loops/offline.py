@@ -15,6 +15,7 @@ from jaxrl_post.loops.offline_job import OfflineJob, build
 from jaxrl_post.loops.offline_learner import OfflineLearner
 from jaxrl_post.loops.offline_reference import reference_scores
 from jaxrl_post.loops.run_folder import check_processes, due, last_step, reporting, write_config
+from jaxrl_post.loops.saving import Saves
 from jaxrl_post.loops.stopping import STOPPED, Stop
 from jaxrl_post.loops.teachers import Teachers
 from jaxrl_post.observe.compiles import CompileCounter
@@ -41,13 +42,14 @@ def run(config: OfflineConfig) -> None:
     learner = OfflineLearner(job, teachers)
     checkpoints = Checkpointer(run_dir / "checkpoints", config.checkpoint.keep_last)
     done = last_step(checkpoints, config)
+    saves = Saves(config.checkpoint, config.steps, bool(job.held_out))
     if done >= config.steps:
         print(f"{run_dir} is at step {done} of {config.steps} already: give more `steps`, or another `run_dir`")
         return
     stream = Stream(job.examples, config.data.examples_per_step, config.seed, config.data.shuffle)
     check_processes(config, stream, job.network.mesh)
     teachers.load()
-    state = _start(job, checkpoints, learner, stream, done)
+    state = _start(job, checkpoints, learner, stream, saves, done)
     write_config(config, run_dir)
 
     with (
@@ -68,10 +70,12 @@ def run(config: OfflineConfig) -> None:
             if job.held_out and due(step, config.evaluation.every, config.steps):
                 with phases("testing"):
                     metrics |= _note(progress, learner.evaluate(state.params, job.held_out, phases))
-            stopping = stop.agreed()
-            if stopping or due(step, config.checkpoint.every, config.steps):
+            stopping = stop.agreed(saves.out_of_time())
+            if saves.due(step, metrics) or stopping:
                 with phases("save_checkpoint"):
-                    checkpoints.save(step, state._asdict(), {"data": stream.state(), **learner.state()})
+                    saves.saved()
+                    host = {"data": stream.state(), **learner.state(), **saves.state()}
+                    checkpoints.save(step, state._asdict(), host, keep=saves.best_step)
             metrics |= phases.collect() | compiles.collect()
             metrics |= speed_metrics(metrics["perf/total_num_tokens"], metrics["timing_s/step"], job.network.mesh.size)
             writer.write(step, metrics)
@@ -89,7 +93,12 @@ def run(config: OfflineConfig) -> None:
 
 
 def _start(
-    job: OfflineJob, checkpoints: Checkpointer, learner: OfflineLearner, stream: Stream[Example], done: int
+    job: OfflineJob,
+    checkpoints: Checkpointer,
+    learner: OfflineLearner,
+    stream: Stream[Example],
+    saves: Saves,
+    done: int,
 ) -> TrainState:
     """Weights from the model for a new run, from the checkpoint otherwise; the reference is the model in both."""
     fresh = functools.cache(lambda: initial_params(job.network, job.config.seed))
@@ -102,6 +111,7 @@ def _start(
     arrays, host = checkpoints.restore(done, learner.abstract_state()._asdict())
     stream.restore(host["data"])
     learner.restore(host)
+    saves.restore(host)
     return TrainState(**arrays)
 
 

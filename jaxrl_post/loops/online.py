@@ -25,6 +25,7 @@ from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.measures import Metrics, part_metrics, sample_metrics, speed_metrics
 from jaxrl_post.loops.network import initial_params, rollout_params
 from jaxrl_post.loops.run_folder import check_processes, due, last_step, reporting, write_config
+from jaxrl_post.loops.saving import Saves
 from jaxrl_post.loops.stopping import STOPPED, Stop
 from jaxrl_post.loops.taught_advantage import TaughtAdvantages
 from jaxrl_post.loops.teachers import Teachers
@@ -49,6 +50,7 @@ def run(config: Config) -> None:
     run_dir = Path(config.run_dir)
     checkpoints = Checkpointer(run_dir / "checkpoints", config.checkpoint.keep_last)
     done = last_step(checkpoints, config)
+    saves = Saves(config.checkpoint, config.steps, config.evaluation.enabled and bool(job.held_out))
     if done >= config.steps:
         print(f"{run_dir} is at step {done} of {config.steps} already: give more `steps`, or another `run_dir`")
         return
@@ -63,7 +65,7 @@ def run(config: Config) -> None:
     taught = TaughtAdvantages(job, distillation, teachers, learner) if distillation else None
     credit = Credit(job, sampler, learner, critic, taught)
     teachers.load()
-    state = _start(job, checkpoints, learner, gather, credit, critic, done)
+    state = _start(job, checkpoints, learner, gather, credit, critic, saves, done)
     write_config(config, run_dir)
 
     with (
@@ -97,12 +99,13 @@ def run(config: Config) -> None:
             if due(step, config.evaluation.every, config.steps) and config.evaluation.enabled and job.held_out:
                 with phases("testing"):
                     metrics |= _note(progress, evaluate(job, sampler, state.params))
-            stopping = stop.agreed()
-            if stopping or due(step, config.checkpoint.every, config.steps):
+            stopping = stop.agreed(saves.out_of_time())
+            if saves.due(step, metrics) or stopping:
                 with phases("save_checkpoint"):
-                    checkpoints.save(
-                        step, state._asdict() | (critic.arrays() if critic else {}), gather.state() | credit.state()
-                    )
+                    saves.saved()
+                    arrays = state._asdict() | (critic.arrays() if critic else {})
+                    host = gather.state() | credit.state() | saves.state()
+                    checkpoints.save(step, arrays, host, keep=saves.best_step)
             if config.dump_rollouts:
                 writer.write_rollouts(step, _dump(samples, job.reward.names, advantages_N))
             metrics |= phases.collect() | compiles.collect()
@@ -135,6 +138,7 @@ def _start(
     gather: Gather,
     credit: Credit,
     critic: Critic | None,
+    saves: Saves,
     done: int,
 ) -> TrainState:
     """Weights from the model for a new run, from the checkpoint otherwise; the reference is the model in both."""
@@ -150,6 +154,7 @@ def _start(
     arrays, host = checkpoints.restore(done, abstract | (critic.abstract_arrays() if critic else {}))
     gather.restore(host)
     credit.restore(host)
+    saves.restore(host)
     if critic:
         critic.restore(arrays)
     return TrainState(**{name: arrays[name] for name in abstract})

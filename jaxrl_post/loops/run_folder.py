@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import time
@@ -24,6 +25,7 @@ from jaxrl_post.observe.progress import Progress
 from sharding.processes import check_same, is_first, meet, together
 
 log = logging.getLogger(__name__)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHARED_SECONDS = 60  # that network storage may take to show a file to another host
 
 
@@ -65,8 +67,22 @@ def reporting(run_dir: Path, done: int, steps: int) -> Iterator[tuple[MetricsWri
         if not is_first():
             yield NoWriter(), open_until.enter_context(Progress(steps, Console(quiet=True, force_terminal=False)))
             return
+        open_until.enter_context(_room_named(run_dir))
         writer = open_until.enter_context(MetricsWriter(run_dir, done or None))
         yield writer, open_until.enter_context(Progress(steps))
+
+
+@contextlib.contextmanager
+def _room_named(run_dir: Path) -> Iterator[None]:
+    """Say which folder is full; a failed write itself does not know its file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM and error.filename is None:
+            raise OSError(
+                error.errno, f"{error.strerror}; a restart goes on from its last step saved", str(run_dir)
+            ) from error
+        raise
 
 
 def write_config(config: Config | OfflineConfig, run_dir: Path) -> None:

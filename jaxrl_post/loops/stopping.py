@@ -21,9 +21,9 @@ class Stop:
         self._told = False
         self._before: Any = None
 
-    def agreed(self) -> bool:
-        """Whether any process was told; the same on all."""
-        return any(exchange(self._told))
+    def agreed(self, also: bool = False) -> bool:
+        """Whether any process was told, or has a reason of its own (`also`); the same on all."""
+        return any(exchange(self._told or also))
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():

@@ -1,0 +1,86 @@
+"""When a run saves: hand-made clocks and metrics."""
+
+import pytest
+
+from jaxrl_post.config_checkpoint import Checkpoint
+from jaxrl_post.loops.saving import Saves
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def saves():
+    """Makes a `Saves` of 100 steps on a clock of its own."""
+
+    def make(evaluates=True, **keys):
+        clock = Clock()
+        return Saves(Checkpoint(**keys), 100, evaluates, clock), clock
+
+    return make
+
+
+def test_minutes_count_from_the_last_save(saves):
+    decides, clock = saves(every_minutes=2.0, every=40)
+    due = []
+    for step in range(1, 13):  # 50 s each
+        clock.now += 50
+        if decides.due(step, {}):
+            due.append(step)
+            decides.saved()
+    assert due == [3, 6, 9, 12]
+    assert decides.due(40, {})
+    assert decides.due(100, {})
+
+
+@pytest.mark.parametrize(
+    ("before", "seconds"), [("00:10:00", 600), (600, 600), ("01:00:01", 3601), ("100:00:00", 360_000)]
+)
+def test_a_run_ends_while_twice_its_longest_step_still_fits(saves, before, seconds):
+    """After a first step of 100 s, which compiles, all take 10 s but one of 30 s."""
+    decides, clock = saves(before=before)
+    clock.now = 100
+    steps = [decides.out_of_time()]
+    while not steps[-1]:
+        clock.now += 30 if len(steps) == 3 else 10
+        steps.append(decides.out_of_time())
+    assert seconds - 60 < clock.now <= seconds - 50
+
+
+def test_the_best_step_is_saved_when_it_comes_and_the_record_survives(saves):
+    best = {"metric": "val-core/x", "mode": "max"}
+    decides, _ = saves(keep_best=best, every=100)
+    values = {1: 0.5, 2: None, 3: 0.4, 4: 0.5, 5: 0.75, 6: float("nan"), 7: float("inf")}
+    metrics = lambda value: {"loss": 1.0} | ({} if value is None else {"val-core/x": value})
+    due = [step for step, value in values.items() if decides.due(step, metrics(value))]
+    assert (due, decides.best_step) == ([1, 5], 5)
+    again, _ = saves(keep_best=best, every=100)
+    again.restore({"other": 1, **decides.state()})
+    assert not again.due(8, metrics(0.75))
+    assert again.due(9, metrics(0.76))
+    other, _ = saves(keep_best={"metric": "loss", "mode": "min"}, every=100)
+    other.restore(decides.state())
+    assert other.best_step is None
+    assert [step for step, loss in enumerate([3.0, 2.0, 2.5, 1.0]) if other.due(step, {"loss": loss})] == [0, 1, 3]
+
+
+def test_a_metric_that_never_comes_is_an_error(saves):
+    decides, _ = saves(keep_best={"metric": "critic/score"})
+    with pytest.raises(ValueError, match=r"keep_best\.metric=critic/score: no such metric .* critic/score/mean"):
+        decides.due(1, {"critic/score/mean": 1.0, "loss": 1.0})
+    with pytest.raises(ValueError, match=r"keep_best\.metric=val-core/x comes from evaluations and the run makes none"):
+        saves(evaluates=False, keep_best={"metric": "val-core/x"})
+    decides, _ = saves(keep_best={"metric": "val-core/y"})
+    assert not decides.due(1, {"loss": 1.0})
+    with pytest.raises(ValueError, match=r"val-core/y: no such metric .* nearest val-core/x"):
+        decides.due(2, {"val-core/x": 1.0})
+
+
+@pytest.mark.parametrize("before", ["10:00", "1:60:00", "x", 0, "00:00:00", -5])
+def test_a_time_that_cannot_be(before):
+    with pytest.raises(ValueError, match="before"):
+        Checkpoint(before=before)
