@@ -118,25 +118,27 @@ class Program:
             for instruction in self._computations[name]:
                 yield instruction, runs
 
-    def collectives(self, mesh: Any) -> list[Collective]:
-        """By kind and axes, the largest first."""
-        found: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+    def each_collective(self, mesh: Any) -> Iterator[Collective]:
+        """One for each instruction."""
         for instruction, runs in self.instructions():
             kind = instruction.op.removesuffix("-start")
             if kind not in COLLECTIVES:
                 continue
             groups = _groups(instruction.rest, mesh.size)
-            axes = _axes(groups, mesh)
-            size = max((math.prod(shape) * width for shape, width in _shapes(instruction.shapes)), default=0)
             n = len(groups[0])
-            if kind == "reduce-scatter":
-                size *= n
+            size = _size(instruction, n)
             sent = size * SENT.get(kind, lambda n: (n - 1) / n)(n)
-            total = found.setdefault((kind, axes), [0, 0, 0])
-            for i, add in enumerate((runs, runs * size, runs * sent)):
-                total[i] += add
-        made = [Collective(*key, int(count), int(size), sent) for key, (count, size, sent) in found.items()]
-        return sorted(made, key=lambda c: -c.sent)
+            yield Collective(kind, _axes(groups, mesh), runs, runs * size, runs * sent)
+
+    def collectives(self, mesh: Any) -> list[Collective]:
+        """By kind and axes, the largest first."""
+        found: dict[tuple[str, tuple[str, ...]], Collective] = {}
+        for one in self.each_collective(mesh):
+            so_far = found.get((one.kind, one.axes), dataclasses.replace(one, count=0, bytes=0, sent=0.0))
+            found[one.kind, one.axes] = dataclasses.replace(
+                one, count=so_far.count + one.count, bytes=so_far.bytes + one.bytes, sent=so_far.sent + one.sent
+            )
+        return sorted(found.values(), key=lambda c: -c.sent)
 
     def kernels(self) -> dict[str, int]:
         """Custom calls by target: how many instructions of each."""
@@ -217,15 +219,69 @@ def _shapes(text: str) -> Iterator[tuple[tuple[int, ...], int]]:
         yield tuple(int(d) for d in dims.split(",") if d), width
 
 
+def _size(instruction: Instruction, n: int) -> int:
+    """Bytes of what n devices have together of a reduction's operand or another's result; several arrays may be one
+    instruction's, and what starts a gather or a permute names its operands beside its results."""
+    sizes = [math.prod(shape) * width for shape, width in _shapes(instruction.shapes)]
+    match instruction.op:
+        case "collective-permute-start":
+            return max(sizes)
+        case "all-gather-start":
+            return sum(sizes) * n // (n + 1)
+        case "reduce-scatter":
+            return sum(sizes) * n
+    return sum(sizes)
+
+
+def element_counts(shapes: str) -> list[int]:
+    """Of each array in a type."""
+    return [math.prod(shape) for shape, _ in _shapes(shapes)]
+
+
 def _groups(text: str, devices: int) -> np.ndarray:
-    """Devices that talk to each other, [groups, n], by their place in the mesh; pairs of a permute."""
+    """Devices that talk to each other, [groups, n], by their place in the mesh; pairs of a permute.
+
+    Groups are written out, or as the axes of a grid of devices: `[4,2]<=[2,4]T(1,0)`, or
+    `mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'x','y':(1)2}`, where the last is a part of an axis.
+    """
     if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        shape, order, turned = (tuple(map(int, part.split(","))) if part else () for part in found.groups())
-        ids = np.arange(math.prod(order)).reshape(order)
-        return (ids.transpose(turned) if turned else ids).reshape(shape)
+        return _numbered(found[2], found[3]).reshape(_ints(found[1]))
+    if found := re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}", text
+    ):
+        return _grid_groups(*found.groups())
     if found := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", text):
-        return np.array([[int(d) for d in group.split(",")] for group in re.findall(r"\{([\d, ]+)\}", found[1])])
+        return np.array([_ints(group) for group in re.findall(r"\{([\d, ]+)\}", found[1])])
+    if "replica_groups=" in text and "replica_groups={}" not in text:
+        raise ValueError(f"these groups of devices cannot be read: {text[:200]}")
     return np.arange(devices)[None]
+
+
+def _grid_groups(grid: str, order: str | None, turned: str | None, axes: str) -> np.ndarray:
+    """The groups along some axes of a named grid."""
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", grid)}
+    ids = _numbered(order, turned) if order else np.arange(math.prod(sizes.values()))
+    shape, inside = [], []  # each axis in parts before, of and after what is named of it
+    named = {name: (int(before or 1), int(size or 0)) for name, before, size in _PARTS.findall(axes)}
+    for name, size in sizes.items():
+        before, own = named.get(name, (size, 1))
+        own = own or size // before
+        inside.append(len(shape) + 1)
+        shape += [before, own, size // (before * own)]
+    places = np.moveaxis(ids.reshape(shape), inside, range(-len(inside), 0))
+    return places.reshape(-1, math.prod(places.shape[-len(inside) :]))
+
+
+_PARTS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
+
+
+def _numbered(order: str, turned: str | None) -> np.ndarray:
+    ids = np.arange(math.prod(_ints(order))).reshape(_ints(order))
+    return ids.transpose(_ints(turned)) if turned else ids
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number.strip())
 
 
 def _axes(groups: np.ndarray, mesh: Any) -> tuple[str, ...]:

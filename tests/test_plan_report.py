@@ -11,7 +11,7 @@ from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.rollout.decoding import Decoding, sampling_arrays
 from jaxrl_post.rollout.schedule import SampleOptions, engine_shape
 from sharding.mesh import make_mesh
-from sharding.report import Collective, Program, count_flops, memory_of
+from sharding.report import Collective, Program, _groups, count_flops, memory_of
 from sharding.targets import CHIPS, parse_target
 
 TEXT = """HloModule jit_run, is_scheduled=true
@@ -61,6 +61,23 @@ def test_an_instruction_counts_as_often_as_its_loops_run_and_its_groups_have_axe
     ]
     assert program.kernels() == {"fused_attention": 1}
     assert Program(TEXT, trips=[0]).collectives(mesh)[0].kind == "all-gather"
+
+
+def test_groups_of_devices_are_read_in_each_form_they_are_written_in():
+    """Eight devices, fsdp 4 × tensor 2: pairs along tensor are neighbours, fours along fsdp are every other one."""
+    pairs, fours = [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]]
+    for text, groups in {
+        "replica_groups={{0,1},{2,3},{4,5},{6,7}}, x": pairs,
+        "replica_groups=[4,2]<=[8], x": pairs,
+        "replica_groups=[2,4]<=[4,2]T(1,0), x": fours,
+        "replica_groups=mesh['a'=4,'b'=2] {'a'}, x": fours,
+        "replica_groups=mesh['a'=1,'b'=2,'c'=4], device_ids=([4,2]T(1,0)) {'c'}, x": fours,
+        "replica_groups=mesh['a'=8] {'a':(4)2}, x": pairs,
+        "replica_groups={}, x": [list(range(8))],
+    }.items():
+        assert _groups(text, 8).tolist() == groups, text
+    with pytest.raises(ValueError, match="cannot be read"):
+        _groups("replica_groups=anything", 8)
 
 
 def test_what_xla_writes_is_read_on_the_cpu():

@@ -1,0 +1,37 @@
+"""The rollout of a run compiled for an H200 and for TPU v5e on a machine with neither: it never copies its cache."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def compiled(target, tokens):
+    environ = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, HERE / "compiled_engine.py", target, str(tokens)],
+        capture_output=True, text=True, timeout=540, env=environ | {"PYTHONPATH": str(HERE.parent.parent)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("target", "tokens"),
+    [
+        pytest.param("h200:1x1", 31, id="h200"),  # one tier
+        pytest.param("h200:1x8", 1024, id="h200_tiers_packed", marks=pytest.mark.slow),
+        pytest.param("v5e:2x2", 1024, id="v5e_tiers", marks=pytest.mark.slow),
+    ],
+)
+def test_the_decode_loops_copy_no_stack_of_keys_or_values(target, tokens):
+    """Not at any step, and not between two loops: all temporaries together are little more than the cache."""
+    found = compiled(target, tokens)
+    assert found["copied"] == []
+    if tokens > 64:  # else the 32 MB that cuBLAS works in are most of it
+        assert found["temporaries"] <= 1.25 * found["cache"]
