@@ -63,8 +63,8 @@ TRAIN = Rules(
     batch=BATCH_AXES,
     length=("sequence",),
 )
-# The rollout engine runs every batch shard on its own, so each needs whole weights (up to the tensor axis). Experts stay
-# cut: the replicas along `expert` run their steps together.
+# The rollout engine runs every batch shard on its own, so each needs whole weights (up to the tensor axis). Experts
+# stay cut: the replicas along `expert` run their steps together.
 ROLLOUT = dataclasses.replace(TRAIN, embed=())
 
 
