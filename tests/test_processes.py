@@ -125,6 +125,9 @@ def faulty(tmp_path, monkeypatch, fault, every=1):
         "steps=3",
         f"checkpoint.every={every}",
         "reward.function=faulty_reward:reward",
+        "reward.workers=0",  # the fault is to hit the run itself
+        "reward.per=step",
+        "reward.failure_score=null",
         "mesh.fsdp=2",
         *SMALL,
     )
@@ -144,7 +147,7 @@ def test_a_killed_process_costs_no_step(tmp_path, monkeypatch):
 def test_an_error_of_one_process_ends_all_and_is_told(tmp_path, monkeypatch):
     overrides = faulty(tmp_path, monkeypatch, "raise KeyError('no such answer')")
     said = launched(tmp_path / "run", "grpo", 2, 1, *overrides, options=("--max-restarts", "3"), code=2)
-    assert "error: process 1 of 2: RewardError: reward faulty_reward:reward failed" in said
+    assert "error: process 1 of 2: RewardError: reward faulty_reward:reward, sample 0" in said
     assert "restart" not in said
 
 
