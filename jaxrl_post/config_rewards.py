@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from jaxrl_post.config_base import Fraction, Section, default_kind
+from jaxrl_post.config_base import Count, Fraction, Positive, Section, default_kind
 
 
 class LastNumberReward(Section):
@@ -21,7 +21,26 @@ class ExactMatchReward(Section):
     kind: Literal["exact_match"]
 
 
-class ReasoningGymReward(Section):
+Part = Literal["sample", "group", "step"]
+
+
+class ForeignCode(Section):
+    """Graded by code that a model's answer may hang or crash, in processes that can be killed.
+
+    A sample whose grading takes too long, ends its process, raises, or gives no finite number or the wrong count of
+    them gets `failure_score` and is counted in `reward/failed` (and `reward/timeouts`, `reward/crashes`); no other
+    sample is affected. When all samples of a batch raise the grader is broken, and the run ends.
+    """
+
+    workers: Count | None = None
+    """Processes that grade; null is one for each core, at most 8. 0 grades in the run's own: without a limit."""
+    timeout: Positive = 10.0
+    """Seconds that grading one sample may take; its worker is then killed and replaced."""
+    failure_score: float | None = 0.0
+    """What a sample gets that could not be graded; null ends the run instead."""
+
+
+class ReasoningGymReward(ForeignCode):
     """The task's own scorer on the text inside <answer>…</answer> (or the whole text); binary at `threshold`."""
 
     kind: Literal["reasoning_gym"]
@@ -29,11 +48,17 @@ class ReasoningGymReward(Section):
     """Scores at or above become 1, others 0; null keeps the scorer's value."""
 
 
-class FunctionReward(Section):
-    """`module:function` called with (prompts, completions, rows); returns one float per completion."""
+class FunctionReward(ForeignCode):
+    """`module:function` called with (prompts, completions, rows); returns one float per completion.
+
+    Each worker imports the module anew, so what it keeps in globals is the worker's own.
+    """
 
     kind: Literal["function"]
     function: str = Field(pattern=r"^[\w.]+:\w+$")
+    per: Part = "sample"
+    """What one call grades, in lists of that length: a sample, a prompt's group, for functions that compare samples,
+    or all of a step. Limit and failures are those of a call; its limit is `timeout` for each sample in it."""
 
 
 class ModelReward(Section):

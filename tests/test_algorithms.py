@@ -22,7 +22,7 @@ from jaxrl_post.loops.learner import by_number
 from jaxrl_post.loops.online import run
 from jaxrl_post.observe.metrics import read_metrics
 from jaxrl_post.observe.progress import Phases
-from jaxrl_post.rewards import Scores
+from jaxrl_post.rewards.reward import Scores
 from jaxrl_post.rollout.sampler import Rollout
 from jaxrl_post.training.logprobs import target_stats
 from jaxrl_post.training.loss import policy_loss, summarize

@@ -17,8 +17,9 @@ from jaxrl_post.data import chat_template
 from jaxrl_post.loops.job import build
 from jaxrl_post.models.huggingface_export import save_params
 from jaxrl_post.observe.metrics import MetricsWriter
+from jaxrl_post.rewards.call import answer
 from jaxrl_post.rewards.function import load_function
-from jaxrl_post.rewards.grader import Grader, by_text
+from jaxrl_post.rewards.grader import Grader, by_calls
 from jaxrl_post.types import Prompt, Response
 from launch.__main__ import main
 from launch.byte_tokenizer import write_byte_tokenizer
@@ -214,8 +215,9 @@ def test_a_reward_module_that_ends_on_import(refused, user_module, source, parts
 @pytest.mark.parametrize("error", ["ValueError", "SystemExit"])
 def test_a_reward_that_fails_is_told_in_one_line(user_module, error):
     name = user_module(f"def f(prompts, completions, rows):\n    raise {error}('one\\ntwo')")
-    reward = Grader(f"{name}:f", by_text(load_function(f"{name}:f")))
-    with pytest.raises(ValueError, match=rf"^reward {name}:f failed .* 1: {error}: one two \({name}\.py:2\)$"):
+    f = load_function(f"{name}:f")
+    reward = Grader(f"{name}:f", by_calls(lambda calls: [answer(f, call) for call in calls], "sample"))
+    with pytest.raises(ValueError, match=rf"^reward {name}:f, .* raised {error}: one two \({name}\.py:2\)$"):
         reward([Response(Prompt((1,), "a", {}), "b", np.array([2]))])
 
 

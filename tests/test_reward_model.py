@@ -7,14 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_post import config, config_rewards, recipes, rewards
+from jaxrl_post import config, config_rewards, recipes
 from jaxrl_post.data.tokenizer import ByteTokenizer
 from jaxrl_post.loops.gather import grade
 from jaxrl_post.loops.job import build
 from jaxrl_post.loops.offline import run as run_offline
 from jaxrl_post.loops.online import run
 from jaxrl_post.observe.metrics import read_metrics
-from jaxrl_post.rewards.model import RewardModel
+from jaxrl_post.rewards.model import RewardModel, Setting
+from jaxrl_post.rewards.reward import build_reward
 from jaxrl_post.rollout.sampler import Rollout
 from jaxrl_post.types import Completion, StopReason
 from sharding.mesh import make_mesh
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 TINY = ROOT / "configs" / "tiny"
 ONE_DEVICE = ["mesh.fsdp=1", "mesh.allow_unused_devices=true"]
 FOUR_BY_TWO = ["mesh.fsdp=4", "mesh.tensor=2"]
-SETTING = rewards.Setting(config.Mesh(), ByteTokenizer(), ByteTokenizer.vocab_size, max_tokens=16, samples=4)
+SETTING = Setting(config.Mesh(), ByteTokenizer(), ByteTokenizer.vocab_size, max_tokens=16, samples=4)
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +143,7 @@ class Swapped:
 def test_a_reward_model_that_does_not_fit_the_run(trained, change, message):
     reward = config_rewards.ModelReward(kind="model", run_dir=str(trained))
     with pytest.raises(ValueError, match=message):
-        rewards.build(reward, dataclasses.replace(SETTING, **change))
+        build_reward(reward, dataclasses.replace(SETTING, **change))
 
 
 def test_a_run_does_not_overwrite_its_reward_model():

@@ -5,17 +5,24 @@ import sys
 import numpy as np
 import pytest
 
-from jaxrl_post import config, config_rewards, rewards
+from jaxrl_post import config, config_rewards
 from jaxrl_post.data.tasks import load_task
 from jaxrl_post.data.tokenizer import ByteTokenizer
+from jaxrl_post.rewards.call import RewardError
 from jaxrl_post.rewards.gym import extract_answer
+from jaxrl_post.rewards.model import Setting
+from jaxrl_post.rewards.reward import build_reward
 from jaxrl_post.types import Prompt, Response
 
-SETTING = rewards.Setting(config.Mesh(), ByteTokenizer(), ByteTokenizer.vocab_size, max_tokens=64, samples=4)
+SETTING = Setting(config.Mesh(), ByteTokenizer(), ByteTokenizer.vocab_size, max_tokens=64, samples=4)
+
+
+STRICT = {"workers": 0, "failure_score": None, "per": "step"}  # in this process, all at once; a failure is an error
+IN_PROCESS = {"kind": "reasoning_gym", "workers": 0}
 
 
 def build(reward_config):
-    return rewards.build(reward_config, SETTING)
+    return build_reward(reward_config, SETTING)
 
 
 def responses(completions, rows):
@@ -102,8 +109,8 @@ def test_extract_answer_takes_the_last_complete_one():
 
 def test_reasoning_gym_scores_and_threshold():
     rows = list(load_task(gym_task("chain_sum"), seed=1).train)
-    binary = config_rewards.ReasoningGymReward(kind="reasoning_gym")
-    partial = config_rewards.ReasoningGymReward(kind="reasoning_gym", threshold=None)
+    binary = config_rewards.ReasoningGymReward(**IN_PROCESS)
+    partial = config_rewards.ReasoningGymReward(**IN_PROCESS, threshold=None)
     build(binary).check_rows(rows)
     right = rows[0]["answer"]
     rambling = f"it is {right}"
@@ -115,12 +122,12 @@ def test_reasoning_gym_scores_and_threshold():
 
 def test_reasoning_gym_scorer_that_cannot_parse_scores_zero():
     row = load_task(gym_task("prime_factorization"), seed=1).train[0]
-    reward = config_rewards.ReasoningGymReward(kind="reasoning_gym", threshold=None)
+    reward = config_rewards.ReasoningGymReward(**IN_PROCESS, threshold=None)
     assert score(reward, ["hello", row["answer"]], [row, row]) == [0.0, 1.0]
 
 
 def test_reasoning_gym_needs_its_own_rows():
-    reward = build(config_rewards.ReasoningGymReward(kind="reasoning_gym"))
+    reward = build(config_rewards.ReasoningGymReward(**IN_PROCESS))
     with pytest.raises(
         ValueError, match=r"row 0 .*has no dataset, metadata, options: .*data\.task\.kind=reasoning_gym"
     ):
@@ -135,7 +142,7 @@ def grader(tmp_path, monkeypatch):
     def make(body, name="score"):
         (tmp_path / "my_grader.py").write_text(f"def score(prompts, completions, rows):\n    {body}\n\nVALUE = 3\n")
         sys.modules.pop("my_grader", None)
-        return config_rewards.FunctionReward(kind="function", function=f"my_grader:{name}")
+        return config_rewards.FunctionReward(kind="function", function=f"my_grader:{name}", **STRICT)
 
     yield make
     sys.modules.pop("my_grader", None)
@@ -165,18 +172,18 @@ def test_numpy_scores_become_floats(grader):
         ("return [float('nan'), 1]", r"sample 0 \('aa'\): returned nan"),
         ("return [1, float('inf')]", r"sample 1 \('bb'\): returned inf"),
         ("return ['1', 1]", r"sample 0 \('aa'\): returned '1'"),
-        ("return 1.0", "failed on a batch of 2: TypeError"),
-        ("raise KeyError('gone')", "failed on a batch of 2: KeyError: 'gone'"),
+        ("return 1.0", r"sample 0 \('aa'\): raised TypeError"),
+        ("raise KeyError('gone')", r"sample 0 \('aa'\): raised KeyError: 'gone'"),
     ],
 )
 def test_broken_functions_are_named(grader, body, message):
-    with pytest.raises(rewards.RewardError, match=f"reward my_grader:score.*{message}"):
+    with pytest.raises(RewardError, match=f"reward my_grader:score.*{message}"):
         score(grader(body), ["aa", "bb"], ROWS)
 
 
 def test_a_failing_grader_names_its_sample():
     rows = [{"answer": "1"}, {}]
-    with pytest.raises(rewards.RewardError, match=r"reward last_number, sample 1 \('2'\): KeyError: 'answer'"):
+    with pytest.raises(RewardError, match=r"reward last_number, sample 1 \('2'\): raised KeyError: 'answer'"):
         score(config_rewards.LastNumberReward(), ["1", "2"], rows)
 
 
@@ -212,7 +219,7 @@ def graders(tmp_path, monkeypatch):
             (tmp_path / f"part_{name}.py").write_text(f"def score(prompts, completions, rows):\n    {body}\n")
             sys.modules.pop(f"part_{name}", None)
         sections = {
-            name: {"weight": weight, "reward": {"kind": "function", "function": f"part_{name}:score"}}
+            name: {"weight": weight, "reward": {"kind": "function", "function": f"part_{name}:score", **STRICT}}
             for name, (weight, _) in parts.items()
         }
         return config_rewards.WeightedReward.model_validate({"kind": "weighted", "parts": sections})
@@ -230,10 +237,10 @@ def test_a_weighted_reward_is_the_sum_of_its_parts_which_stay_known(graders):
 
 def test_a_sample_that_no_part_grades_is_named(graders):
     reward = build(graders(one=(1.0, "return [1, None]"), other=(1.0, "return [None, None]")))
-    with pytest.raises(rewards.RewardError, match=r"sample 1 \('bb'\): all rewards \(one, other\) returned None"):
+    with pytest.raises(RewardError, match=r"sample 1 \('bb'\): all rewards \(one, other\) returned None"):
         reward(responses(["aa", "bb"], [{}] * 2))
     broken = build(graders(one=(1.0, "return [1]"), other=(1.0, "return [float('nan')]")))
-    with pytest.raises(rewards.RewardError, match=r"reward other, sample 0 \('aa'\): returned nan"):
+    with pytest.raises(RewardError, match=r"reward other, sample 0 \('aa'\): returned nan"):
         broken(responses(["aa"], [{}]))
 
 
@@ -250,5 +257,5 @@ def test_a_part_that_cannot_be_used_is_named_by_its_section(graders):
 
 
 def test_digit_fraction():
-    reward = config_rewards.FunctionReward(kind="function", function="jaxrl_post.rewards.text:digit_fraction")
+    reward = config_rewards.FunctionReward(kind="function", function="jaxrl_post.rewards.text:digit_fraction", **STRICT)
     assert score(reward, ["12ab", "", "7"], [{}] * 3) == [0.5, 0.0, 1.0]

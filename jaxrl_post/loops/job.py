@@ -9,7 +9,6 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
-from jaxrl_post import rewards
 from jaxrl_post.config import Config
 from jaxrl_post.data.lessons import with_lessons
 from jaxrl_post.data.prompts import prepare
@@ -20,7 +19,8 @@ from jaxrl_post.loops.teachers import Teacher, build_teachers
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.huggingface import open_checked
 from jaxrl_post.models.zoo import resolve
-from jaxrl_post.rewards.reward import Reward
+from jaxrl_post.rewards.model import Setting
+from jaxrl_post.rewards.reward import Reward, build_reward
 from jaxrl_post.rollout.sampler import check_stops_early
 from jaxrl_post.types import Prompt
 from sharding.rules import ROLLOUT
@@ -87,7 +87,7 @@ def build(config: Config) -> Job:
         "rollout.max_new_tokens": config.rollout.max_new_tokens,
     }
     check_positions(network, lengths)
-    reward = rewards.build(config.reward, _setting(config, tokenizer, network.model, (*train_prompts, *held_out)))
+    reward = build_reward(config.reward, _setting(config, tokenizer, network.model, (*train_prompts, *held_out)))
     reward.check_rows([prompt.row for prompt in (*train_prompts, *held_out)])
     teachers = build_teachers(taught, network, config.seed, tokenizer)
     job = Job(config, network, tokenizer, reward, train_prompts, held_out, task.name, teachers)
@@ -99,8 +99,8 @@ def build(config: Config) -> Job:
     return job
 
 
-def _setting(config: Config, tokenizer: Tokenizer, model: ModelConfig, prompts: Sequence[Prompt]) -> rewards.Setting:
-    return rewards.Setting(
+def _setting(config: Config, tokenizer: Tokenizer, model: ModelConfig, prompts: Sequence[Prompt]) -> Setting:
+    return Setting(
         mesh=config.mesh,
         tokenizer=tokenizer,
         vocab_size=model.vocab_size,

@@ -5,6 +5,7 @@ P prompts a step, G samples each, N = P·G.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def run(config: Config) -> None:
         CompileCounter() as compiles,
         Watchdog(config.watchdog_minutes) as watchdog,
         Stop() as stop,
+        contextlib.closing(job.reward),
     ):
         for line in introduction(config, job.network, state, learner.shape, _data(job), done):
             progress.note(line)
@@ -108,7 +110,7 @@ def run(config: Config) -> None:
                     checkpoints.save(step, arrays, host, keep=saves.best_step)
             if config.dump_rollouts:
                 writer.write_rollouts(step, _dump(samples, job.reward.names, advantages_N))
-            metrics |= phases.collect() | compiles.collect()
+            metrics |= phases.collect() | compiles.collect() | job.reward.collect()
             metrics |= speed_metrics(metrics["perf/total_num_tokens"], metrics["timing_s/step"], job.network.mesh.size)
             writer.write(step, metrics)
             progress.update(step, metrics)

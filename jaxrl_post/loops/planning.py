@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax.stages import Traced
 
-from jaxrl_post import rewards
 from jaxrl_post.config import Config, LastNumberReward
 from jaxrl_post.config_ppo import PPO
 from jaxrl_post.data.tokenizer import load_tokenizer
@@ -26,6 +25,8 @@ from jaxrl_post.loops.job import Job
 from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.network import build_network, check_positions
 from jaxrl_post.models.zoo import resolve
+from jaxrl_post.rewards.model import Setting
+from jaxrl_post.rewards.reward import build_reward
 from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.rollout.schedule import EngineShape
 from jaxrl_post.types import Prompt
@@ -226,8 +227,8 @@ def stand_in_job(config: Config, devices: Sequence[Any]) -> Job:
         },
     )
     longest = Prompt((0,) * config.data.max_prompt_tokens, "", {})
-    setting = rewards.Setting(config.mesh, tokenizer, network.model.vocab_size, len(longest.ids), 1)
-    reward = rewards.build(LastNumberReward(), setting)
+    setting = Setting(config.mesh, tokenizer, network.model.vocab_size, len(longest.ids), 1)
+    reward = build_reward(LastNumberReward(), setting)
     return Job(config, network, tokenizer, reward, [longest], [], "planned")
 
 

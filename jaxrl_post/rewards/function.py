@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 RewardFunction = Callable[[list[str], list[str], list[dict[str, Any]]], Sequence[float | None]]
 """(prompts, completions, rows) -> one score for each completion; the three lists are aligned."""
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 def describe(error: BaseException) -> str:
@@ -19,8 +22,11 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())} ({Path(last.filename).name}:{last.lineno})"
 
 
-def load_function(path: str, section: str = "reward") -> RewardFunction:
-    """Imports `module:function`, given in that section of a recipe. Raises ValueError saying which part is wrong."""
+def load_function(path: str, section: str = "reward", options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunction:
+    """Imports `module:function`, given in that section of a recipe, which takes `options` as keywords too.
+
+    Raises: ValueError saying which part is wrong.
+    """
     module_name, _, name = path.partition(":")
     key = f"{section}.function={path!r}"
     try:
@@ -32,9 +38,10 @@ def load_function(path: str, section: str = "reward") -> RewardFunction:
         ) from error
     if name not in vars(module):
         raise ValueError(f"{key}: module {module_name!r} has no {name!r}; it has {', '.join(_callables(module))}")
-    function = vars(module)[name]
-    if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
-        raise ValueError(f"{key}: {name!r} is {function!r}, not a plain function (prompts, completions, rows)")
+    found = vars(module)[name]
+    if not callable(found) or inspect.isclass(found) or inspect.iscoroutinefunction(found):
+        raise ValueError(f"{key}: {name!r} is {found!r}, not a plain function (prompts, completions, rows)")
+    function = functools.partial(found, **options)
     _check_signature(function, key)
     return function
 

@@ -34,6 +34,13 @@ def gym_score(completion: str, row: dict[str, Any], threshold: float | None) -> 
     return score if threshold is None else float(score >= threshold)
 
 
+def gym_scores(
+    prompts: list[str], completions: list[str], rows: list[dict[str, Any]], threshold: float | None
+) -> list[float]:
+    """`gym_score` of each, as a reward function."""
+    return [gym_score(text, row, threshold) for text, row in zip(completions, rows, strict=True)]
+
+
 def check_gym_row(row: dict[str, Any]) -> None:
     """Raises ValueError unless the row is one of a reasoning_gym task and its scorer takes the row's own answer."""
     if missing := {"prompt", "answer", "metadata", "dataset", "options"} - set(row):

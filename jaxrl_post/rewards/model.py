@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +20,9 @@ from jaxrl_post.loops.network import build_network
 from jaxrl_post.loops.run_folder import newest_step, params_of, run_config
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.models.zoo import resolve
-from jaxrl_post.rewards.grader import Score
 from jaxrl_post.training.offline_packing import example_shape, example_shardings, pack_examples
 from jaxrl_post.training.offline_update import make_forward, reward_model
+from jaxrl_post.types import Response
 from jaxrl_post.types_offline import Answer, Example
 from sharding.mesh import batch_shards
 from sharding.placement import place, placed_shapes
@@ -44,8 +44,8 @@ class Setting:
     samples: int
 
 
-def open_score(reward: ModelReward, setting: Setting, section: str) -> Score:
-    """The reward model of a recipe, on its run's mesh, without weights yet.
+def open_score(reward: ModelReward, setting: Setting, section: str) -> Callable[[Sequence[Response]], np.ndarray]:
+    """From responses to float32 [N]: the reward model of a recipe, on its run's mesh, without weights yet.
 
     Raises: ValueError as `RewardModel`, and when the ids of the policy do not mean the same to the reward model.
     """

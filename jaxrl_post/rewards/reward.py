@@ -6,19 +6,24 @@ Legend: N responses, K graders.
 from __future__ import annotations
 
 import dataclasses
-import functools
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl_post import config_rewards as config
+from jaxrl_post.rewards.call import RewardError, Run, answer
 from jaxrl_post.rewards.function import load_function
-from jaxrl_post.rewards.grader import Grader, RewardError, by_text, one_by_one
-from jaxrl_post.rewards.gym import check_gym_row, gym_score
+from jaxrl_post.rewards.grader import CheckRow, Grader, accept_row, by_array, by_calls, nothing_open, one_by_one
+from jaxrl_post.rewards.gym import check_gym_row
 from jaxrl_post.rewards.match import check_answer, check_integer_answer, exact_match, last_number
 from jaxrl_post.rewards.model import Setting, open_score
+from jaxrl_post.rewards.pool import Pool
+from jaxrl_post.rewards.worker import Target
 from jaxrl_post.types import Response
+
+MOST_WORKERS = 8  # where a recipe does not say how many
 
 
 class Scores(NamedTuple):
@@ -56,8 +61,24 @@ class Reward:
         for grader in self.graders:
             grader.check_rows(rows)
 
+    def collect(self) -> dict[str, float]:
+        """Samples that graders failed at since the last call, of those that can: all, hung and crashed ones."""
+        counts = [grader.faults for grader in self.graders if grader.failure_score is not None]
+        if not counts:
+            return {}
+        told = {"failed": ("error", "timeout", "crash"), "timeouts": ("timeout",), "crashes": ("crash",)}
+        sums = {name: sum(count[kind] for count in counts for kind in kinds) for name, kinds in told.items()}
+        for count in counts:
+            count.clear()
+        return {f"reward/{name}": float(total) for name, total in sums.items()}
 
-def build(reward: config.SingleReward | config.WeightedReward, setting: Setting) -> Reward:
+    def close(self) -> None:
+        """End the graders' processes."""
+        for grader in self.graders:
+            grader.close()
+
+
+def build_reward(reward: config.SingleReward | config.WeightedReward, setting: Setting) -> Reward:
     """The reward a recipe's `reward` stands for; a reward model's weights are read at its first call.
 
     Raises: ValueError for a function that cannot be imported and as `open_score`.
@@ -79,13 +100,28 @@ def _name(reward: config.SingleReward) -> str:
 def _grader(reward: config.SingleReward, name: str, section: str, setting: Setting) -> Grader:
     match reward:
         case config.LastNumberReward():
-            return Grader(name, one_by_one(name, last_number), check_integer_answer)
+            return Grader(name, one_by_one(last_number), check_integer_answer)
         case config.ExactMatchReward():
-            return Grader(name, one_by_one(name, exact_match), check_answer)
+            return Grader(name, one_by_one(exact_match), check_answer)
         case config.ReasoningGymReward():
-            grade = functools.partial(gym_score, threshold=reward.threshold)
-            return Grader(name, one_by_one(name, grade), check_gym_row)
+            target = Target("jaxrl_post.rewards.gym:gym_scores", {"threshold": reward.threshold})
+            return _in_workers(reward, name, target, "sample", check_gym_row)
         case config.FunctionReward():
-            return Grader(name, by_text(load_function(reward.function, section)))
+            load_function(reward.function, section)
+            return _in_workers(reward, name, Target(reward.function, {}), reward.per)
         case config.ModelReward():
-            return Grader(name, open_score(reward, setting, section), on_mesh=True)
+            return Grader(name, by_array(open_score(reward, setting, section)), on_mesh=True)
+
+
+def _in_workers(
+    reward: config.ForeignCode, name: str, target: Target, per: config.Part, check_row: CheckRow = accept_row
+) -> Grader:
+    run: Run
+    if reward.workers == 0:
+        function = target.load()
+        run, close = lambda calls: [answer(function, call) for call in calls], nothing_open
+    else:
+        workers = reward.workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+        run = pool = Pool(name, target, workers, reward.timeout)
+        close = pool.close
+    return Grader(name, by_calls(run, per), check_row, failure_score=reward.failure_score, close=close)
