@@ -261,7 +261,9 @@ def _grid_groups(grid: str, order: str | None, turned: str | None, axes: str) ->
     """The groups along some axes of a named grid."""
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", grid)}
     ids = _numbered(order, turned) if order else np.arange(math.prod(sizes.values()))
-    shape, inside = [], []  # each axis in parts before, of and after what is named of it
+    shape: list[int] = []
+    inside: list[int] = []
+    # Each axis is in three parts: before, of and after what is named of it.
     named = {name: (int(before or 1), int(size or 0)) for name, before, size in _PARTS.findall(axes)}
     for name, size in sizes.items():
         before, own = named.get(name, (size, 1))
