@@ -25,6 +25,7 @@ from jaxrl_post.training.packing import (
     PackShape,
     best_fit,
     empty_batch,
+    evenly,
     places,
 )
 from jaxrl_post.types import TrainBatch
@@ -79,9 +80,7 @@ def example_shape(
             "budget, or lower data.max_tokens"
         )
     rows_needed = math.ceil(examples_per_step / (length // largest))
-    per_shard = min(tokens_per_microbatch // length, math.ceil(rows_needed / batch_shards))
-    rows = per_shard * batch_shards
-    shape = PackShape(rows, length, length, math.ceil(rows_needed / rows), batch_shards)
+    shape = evenly(rows_needed, length, tokens_per_microbatch, batch_shards)
     return ExampleShape(shape, min(examples_per_step, length // smallest), answers)
 
 

@@ -88,9 +88,14 @@ def pack_shape(
         )
     block_samples = min(group, (length - max_prompt) // max_new_tokens)
     rows_needed = math.ceil(groups * math.ceil(group / block_samples) / (length // min(whole, length)))
-    per_shard = min(tokens_per_microbatch // length, math.ceil(rows_needed / batch_shards))
-    rows = per_shard * batch_shards
-    return PackShape(rows, length, length, math.ceil(rows_needed / rows), batch_shards)
+    return evenly(rows_needed, length, tokens_per_microbatch, batch_shards)
+
+
+def evenly(rows_needed: int, length: int, tokens_per_microbatch: int, batch_shards: int) -> PackShape:
+    """As few micro-batches as hold so many rows, and no more rows in each than that takes."""
+    micro_batches = math.ceil(rows_needed / (tokens_per_microbatch // length * batch_shards))
+    rows = math.ceil(rows_needed / (micro_batches * batch_shards)) * batch_shards
+    return PackShape(rows, length, length, micro_batches, batch_shards)
 
 
 def pack(

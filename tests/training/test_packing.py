@@ -164,7 +164,7 @@ def test_rows_are_dealt_evenly_to_the_shards():
     ("choice", "expected"),
     [
         ({}, PackShape(1, 576, 576, 8)),  # whole group: 64 + 8·64 = 576; 1024 tokens hold one row
-        ({"tokens_per_microbatch": 4096}, PackShape(7, 576, 576, 2)),
+        ({"tokens_per_microbatch": 4096}, PackShape(4, 576, 576, 2)),  # 7 fit, but 8 rows are two halves
         ({"share_prefix": False}, PackShape(8, 128, 128, 8)),
         ({"row_length": 320}, PackShape(3, 320, 320, 6)),  # 4 samples a row, 2 rows a group
         # A whole group is too long for a row: 3 rows of 3 samples take 2496 positions, 4 of 2 take 2304, 8 of 1 2560.
