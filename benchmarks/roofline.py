@@ -24,8 +24,10 @@ from peers import run_peer
 from products import forward_s, update_s
 from workload import GROUP, PROMPTS, write_workload
 
+from jaxrl_post.loops.learner import attention_length
 from jaxrl_post.models.huggingface import read_config
 from jaxrl_post.models.zoo import resolve
+from jaxrl_post.training.packing import pack_shape
 
 HERE = Path(__file__).parent
 SMALL_PROMPTS, SMALL_GROUP = 8, 6
@@ -49,7 +51,12 @@ def main() -> None:
         phases = None
         for turn in ("before", "after"):
             decode = options.new * forward_s(config, rows, rows) + forward_s(config, prompts * width, 0)
-            limits.append((decode, update_s(config, options.tokens, options.tokens)))
+            shape = pack_shape(
+                max_prompt=width, max_new_tokens=options.new, samples_per_prompt=group, prompts=prompts,
+                tokens_per_microbatch=options.tokens, attention_length=attention_length(config),
+            )  # fmt: skip
+            positions = shape.rows * shape.length
+            limits.append((decode, update_s(config, positions, positions)))
             if turn == "before":
                 phases = run_ours(folder, group, width, options)
         theirs = None
