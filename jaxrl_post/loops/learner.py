@@ -21,6 +21,7 @@ from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.models.moe import record_dtype
 from jaxrl_post.observe.progress import Phases
+from jaxrl_post.training.balance import seqlen_metrics
 from jaxrl_post.training.loss import policy_loss
 from jaxrl_post.training.optimizer import make_optimizer
 from jaxrl_post.training.packing import PackReport, PackShape, empty_batch, pack, pack_shape
@@ -160,6 +161,7 @@ class Learner:
         return state, _summary(rows) | measured | {
             "training/trained_sequences": sum(report.sequences for report in reports),
             "training/row_occupancy": float(np.mean([report.occupancy for report in reports])),
+            **seqlen_metrics([report.undealt for report in reports], [report.dealt for report in reports]),
             "training/micro_batches": sum(n_micro for _, n_micro in batches),
         }
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_post.objectives.reductions import token_weights
+from jaxrl_post.training.balance import places
 from jaxrl_post.training.packing import (
     POSITION_FIELDS,
     ROW_MULTIPLE,
@@ -26,7 +27,6 @@ from jaxrl_post.training.packing import (
     best_fit,
     empty_batch,
     evenly,
-    places,
 )
 from jaxrl_post.types import TrainBatch
 from jaxrl_post.types_offline import Example, ExampleFields, OfflineBatch
@@ -138,7 +138,8 @@ def layout(examples: Sequence[Example], shape: ExampleShape) -> list[tuple[tuple
     if len(rows) > shape.rows.micro_batches * shape.rows.rows or max(map(len, rows)) > shape.examples:
         raise ValueError(f"{len(examples)} examples need {len(rows)} rows and do not fit {shape}: pack fewer")
     targets = [sum(examples[i].targets for i in row) for row in rows]
-    return list(zip(places(targets, shape.rows), rows, strict=True))
+    tokens = [sum(examples[i].size for i in row) for row in rows]
+    return list(zip(places(targets, tokens, shape.rows.rows, shape.rows.batch_shards), rows, strict=True))
 
 
 def label_shares(desirable_N: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl_post.objectives.reductions import token_weights
+from jaxrl_post.training.balance import in_order, places
 from jaxrl_post.types import TrainBatch, Trajectory
 
 ROW_MULTIPLE = 32
@@ -40,13 +41,16 @@ class PackShape:
 
 
 class PackReport(NamedTuple):
-    """What `pack` did: sequences put into rows and left out, rows, target tokens, share of positions that are live."""
+    """What `pack` did: sequences put into rows and left out, rows, target tokens, share of positions that are live;
+    and tokens of each data rank if rows were cut over them in the trajectories' order, and as they are."""
 
     sequences: int
     left_out: int
     rows: int
     targets: int
     occupancy: float
+    undealt: tuple[int, ...] = ()
+    dealt: tuple[int, ...] = ()
 
 
 class Block(NamedTuple):
@@ -114,7 +118,7 @@ def pack(
     left out of the rows, as their loss and gradient are 0, unless `keep_all` (they matter once there is a KL loss).
     With `lessons` a row has room for the prompts that teachers see, too.
     `old_logp` and `rollout_logp` are the sampler's log-probs, `ref_logp` is 0. Rows with similar numbers of targets
-    go into the same micro-batch, dealt evenly to the shards, so that chunks without live targets can be skipped.
+    go into the same micro-batch, and every shard gets about as many tokens (`balance.places`).
 
     Raises: ValueError when a trajectory has no prompt, does not fit a row, or all do not fit `shape`; or as
     `objectives.reductions.token_weights`.
@@ -131,12 +135,15 @@ def pack(
         )
     targets = [sum(int(lengths_N[i]) for block in row for i in block.members) for row in rows]
     batch = empty_batch(shape)
-    for (a, b), row in zip(places(targets, shape), rows, strict=True):
+    tokens = [sum(block.size for block in row) for row in rows]
+    placed = places(targets, tokens, shape.rows, shape.batch_shards)
+    for (a, b), row in zip(placed, rows, strict=True):
         _write_row(TrainBatch(*(field[a, b] for field in batch)), row, trajectories, weights_N)
     n_micro = math.ceil(len(rows) / shape.rows)
     positions = max(n_micro * shape.rows * shape.length, 1)
     occupancy = np.count_nonzero(batch.segments) / positions
-    return batch, n_micro, PackReport(len(kept), len(trajectories) - len(kept), len(rows), sum(targets), occupancy)
+    left_out, ranks = len(trajectories) - len(kept), _rank_tokens(rows, tokens, placed, shape)
+    return batch, n_micro, PackReport(len(kept), left_out, len(rows), sum(targets), occupancy, *ranks)
 
 
 def empty_batch(shape: PackShape) -> TrainBatch:
@@ -161,6 +168,17 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
         bins[best].append(i)
         room[best] -= sizes[i]
     return bins
+
+
+def _rank_tokens(
+    rows: Sequence[Sequence[Block]], tokens: Sequence[int], placed: Sequence[tuple[int, int]], shape: PackShape
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tokens of each data rank, rows in the order of their first trajectories and as they are placed."""
+    first = [min(i for block in row for i in block.members) for row in rows]
+    dealt = [0] * shape.batch_shards
+    for (_, b), count in zip(placed, tokens, strict=True):
+        dealt[b // (shape.rows // shape.batch_shards)] += count
+    return in_order([tokens[r] for r in np.argsort(first)], shape.batch_shards), tuple(dealt)
 
 
 def _row_length(max_prompt: int, max_new_tokens: int, group: int, budget: int, attention_length: float) -> int:
@@ -205,19 +223,6 @@ def _check_fits(index: int, trajectory: Trajectory, capacity: int, lessons: bool
             f"trajectory {index} has {prompt} prompt and {response} response tokens, a row holds {capacity}: "
             "raise training.row_length, or max_prompt and max_new_tokens of pack_shape"
         )
-
-
-def places(targets: list[int], shape: PackShape) -> list[tuple[int, int]]:
-    """(micro-batch, row) of each packed row."""
-    per_shard = shape.rows // shape.batch_shards
-    places = [(0, 0)] * len(targets)
-    for rank, row in enumerate(sorted(range(len(targets)), key=lambda i: -targets[i])):
-        micro, inside = divmod(rank, shape.rows)
-        turn, shard = divmod(inside, shape.batch_shards)
-        if turn % 2:  # back and forth, so that no shard always gets the longer row
-            shard = shape.batch_shards - 1 - shard
-        places[row] = micro, shard * per_shard + turn
-    return places
 
 
 def _write_row(

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_post.objectives.reductions import token_weights
+from jaxrl_post.training.balance import in_order, places, seqlen_metrics
 from jaxrl_post.training.packing import PackShape, best_fit, empty_batch, pack, pack_shape
 from jaxrl_post.types import TrainBatch, Trajectory
 
@@ -158,6 +159,44 @@ def test_rows_are_dealt_evenly_to_the_shards():
     batch, _, _ = pack(samples, shape, aggregation="token-mean")
     per_row = batch.mask[0].sum(-1)
     np.testing.assert_array_equal(per_row.reshape(2, 2).sum(1), [17, 17])
+
+
+def test_ranks_have_about_as_many_tokens_and_the_report_says_how_many_by_hand():
+    shape = PackShape(rows=4, length=12, targets=12, micro_batches=2, batch_shards=2)
+    samples = [trajectory(g, [1], [3] * (n - 1)) for g, n in enumerate([5, 12, 10, 3, 7, 6, 9, 4])]
+    batch, n_micro, report = pack(samples, shape, aggregation="token-mean")
+    # Rows of 12, 10, 9+3, 7+5 and 6+4 tokens; in the samples' order 7+5, 12, 10 | 9+3, 6+4. By targets the first
+    # micro-batch has the 12s and 10, which make 24 and 22; the last 10 goes to the rank with 22.
+    assert (n_micro, report.rows, report.undealt, report.dealt) == (2, 5, (34, 22), (24, 32))
+    sequences = np.where(batch.mask, batch.sequence + 1, 0).max(-1)  # the last token of each is no position
+    tokens = np.count_nonzero(batch.segments, axis=-1) + sequences
+    assert tokens.reshape(2, 2, 2).sum((0, 2)).tolist() == [24, 32]
+
+
+def test_balance_lowers_the_largest_difference_by_hand():
+    tokens = [50, 40, 30, 20, 10, 6]
+    assert in_order(tokens, 2) == (120, 36)
+    placed = places(targets=tokens, tokens=tokens, rows=6, shards=2)
+    # 50 | 40, 30 to the 40, 20 to the 50; of 70 and 70 the first gets the 10, and has no room for the 6.
+    dealt = tuple(sum(tokens[i] for i, (_, row) in enumerate(placed) if row // 3 == rank) for rank in (0, 1))
+    assert dealt == (80, 76)
+    assert seqlen_metrics([(120, 36), (10, 20)], [dealt, (15, 15)]) == {
+        "global_seqlen/min": 56, "global_seqlen/max": 130, "global_seqlen/minmax_diff": 74,
+        "global_seqlen/balanced_min": 91, "global_seqlen/balanced_max": 95, "global_seqlen/mean": 93,
+    }  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), min_size=1, max_size=40), st.sampled_from([1, 2, 4]))
+@settings(max_examples=50, deadline=None)
+def test_every_row_has_a_place_of_its_own_beside_rows_with_as_many_targets(rows, shards):
+    targets, tokens = [target for target, _ in rows], [target + prompt for target, prompt in rows]
+    placed = places(targets, tokens, 3 * shards, shards)
+    assert len(set(placed)) == len(rows)
+    assert {row for _, row in placed} <= set(range(3 * shards))
+    by_micro = [sorted(targets[i] for i, (a, _) in enumerate(placed) if a == micro) for micro in range(len(rows))]
+    full, rest = divmod(len(rows), 3 * shards)
+    assert [len(part) for part in by_micro[: full + 1]] == [3 * shards] * full + [rest]
+    assert [n for part in reversed(by_micro) for n in part] == sorted(targets)
 
 
 @pytest.mark.parametrize(
