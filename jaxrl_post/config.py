@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from jaxrl_post.config_alerts import Alerts
 from jaxrl_post.config_algorithms import GPG, GRPO, PolicyAlgorithm, PolicyGradient, PolicyMethod
 from jaxrl_post.config_base import Count, Positive, Section, default_kind
 from jaxrl_post.config_checkpoint import Checkpoint as Checkpoint
@@ -154,6 +155,9 @@ class Training(Section):
     """Keep a group's prompt once in a row and let each response see it and itself."""
     logprob_chunk: PositiveInt = 256
     """Target tokens per row whose logits exist at the same time."""
+    max_skipped_updates: PositiveInt | None = 5
+    """Updates in a row without a finite gradient, each of which is skipped, until the run keeps the last in
+    RUN_DIR/faults and ends. Null: never."""
 
 
 class Evaluation(Section):
@@ -182,6 +186,7 @@ class Config(Section):
     watchdog_minutes: Positive | None = 60.0
     """Longest that a phase of a step may last: the process then tells what it waits for and ends. Null: for ever."""
     evaluation: Evaluation = Evaluation()
+    alerts: Alerts = Alerts()
     dump_rollouts: bool = True
     """Write every step's samples to rollouts/*.jsonl."""
 

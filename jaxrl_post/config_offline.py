@@ -246,6 +246,9 @@ class OfflineTraining(Section):
     """Token positions of a packed row; null is the longest example of the data, a pair's prompt counted once."""
     logprob_chunk: PositiveInt = 256
     """Target tokens per row whose logits exist at the same time."""
+    max_skipped_updates: PositiveInt | None = 5
+    """Updates in a row without a finite gradient, each of which is skipped, until the run keeps the last in
+    RUN_DIR/faults and ends. Null: never."""
     cache_reference: bool = False
     """Score all examples by the reference before the first step, keep the scores in the run folder, and hold no second
     copy of the weights."""

@@ -57,6 +57,9 @@ def _train(words: Sequence[str]) -> int:
     if arguments.print_config:
         print(recipes.dump(config), end="")
         return 0
+    if arguments.replay is not None:
+        _replay(config, Path(arguments.replay))
+        return 0
     if arguments.processes is not None:
         cluster.check_alone(arguments)
         cast = Cast(arguments.processes, arguments.devices_per_process, arguments.max_restarts)
@@ -79,6 +82,18 @@ def _run(config: Config | OfflineConfig) -> None:
         from jaxrl_post.loops.online import run
 
         run(config)
+
+
+def _replay(config: Config | OfflineConfig, folder: Path) -> None:
+    if isinstance(config, OfflineConfig):
+        raise ValueError(
+            f"--replay: algorithm.kind={config.algorithm.kind} trains on files; only online updates replay"
+        )
+    from launch.compile_cache import enable
+    from launch.replay import replay
+
+    enable()
+    replay(config, folder)
 
 
 def _fetch(words: Sequence[str]) -> None:
@@ -256,6 +271,9 @@ def _train_arguments(words: Sequence[str]) -> argparse.Namespace:
         "overrides", metavar="section.key=value", nargs="*", help="values are YAML; text may need quotes"
     )
     parser.add_argument("--print-config", action="store_true", help="print the effective recipe and stop")
+    parser.add_argument(
+        "--replay", metavar="DUMP", help="make one update again that was kept in RUN_DIR/faults, and look into it"
+    )
     add_options(parser)
     cluster.add_options(parser)
     if not words:

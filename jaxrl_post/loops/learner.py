@@ -14,6 +14,7 @@ import numpy as np
 from jax.stages import Traced
 
 from jaxrl_post.config_distillation import Distillation
+from jaxrl_post.loops.faulty_update import Fault, Skips
 from jaxrl_post.loops.job import Job
 from jaxrl_post.loops.taught_update import TaughtUpdate, numbered
 from jaxrl_post.loops.teachers import NO_TEACHERS, Teachers
@@ -22,13 +23,14 @@ from jaxrl_post.models.decoder import Params
 from jaxrl_post.models.moe import record_dtype
 from jaxrl_post.observe.progress import Phases
 from jaxrl_post.training.balance import seqlen_metrics
+from jaxrl_post.training.diagnosis import Diagnosis, diagnose, make_probe
 from jaxrl_post.training.loss import policy_loss
 from jaxrl_post.training.optimizer import make_optimizer
 from jaxrl_post.training.packing import PackReport, PackShape, empty_batch, pack, pack_shape
-from jaxrl_post.training.routing import choice_sharding, packed_choices, routed
+from jaxrl_post.training.routing import choice_sharding, packed_choices, parts, routed
 from jaxrl_post.training.state import TrainState, init_state, restorable_state, state_shardings
 from jaxrl_post.training.surrogate import sampler_metrics, weighed_advantage
-from jaxrl_post.training.update import Rows, Score, batch_shardings, make_score, make_update
+from jaxrl_post.training.update import Rows, Score, batch_shardings, make_score, make_update, micro_batch_loss
 from jaxrl_post.types import RoutedBatch, TrainBatch, Trajectory
 from sharding.mesh import batch_shards
 from sharding.placement import place, placed_shapes, reshard
@@ -53,9 +55,9 @@ class Learner:
         self.shape = update_shape(job, config.rollout.max_new_tokens, self._lessons)
         self._batch_shardings: TrainBatch = batch_shardings(self.shape, job.network.mesh)
         self._replays = config.model.moe.routing_replay
-        read: Rows = self._batch_shardings  # by the update
+        self._read: Rows = self._batch_shardings  # by the update
         if self._replays:
-            read = RoutedBatch(self._batch_shardings, choice_sharding(self._batch_shardings))
+            self._read = RoutedBatch(self._batch_shardings, choice_sharding(self._batch_shardings))
         num_sequences = _num_sequences(job, self.shape)
         temperature, chunk = config.rollout.temperature, config.training.logprob_chunk
         self._update: Any  # (state, batch, n_micro) -> state, metrics, log-probs
@@ -71,11 +73,7 @@ class Learner:
                 self._optimizer,
                 policy_loss(algorithm, num_sequences),
                 shardings=self._shardings,
-                batch_shardings=read,
-                temperature=temperature,
-                chunk=chunk,
-                entropy_gradient=algorithm.entropy_coef > 0,
-                mixture=config.model.moe if job.network.model.moe else None,
+                **self._policy_options(),
             )
             self._complete = lambda _, batch: batch
         score = functools.partial(
@@ -86,12 +84,13 @@ class Learner:
             chunk=chunk,
         )
         self._score = score(batch_shardings=self._batch_shardings)
-        self._score_policy = score(batch_shardings=read) if self._replays else self._score
+        self._score_policy = score(batch_shardings=self._read) if self._replays else self._score
         self._sampler_metrics = jax.jit(sampler_metrics(algorithm, num_sequences))
         self._advantage = jax.jit(
             weighed_advantage(algorithm, num_sequences), out_shardings=self._batch_shardings.advantage
         )
         self._reference: Params | None = None
+        self._skips = Skips(config)
 
     @property
     def needs_reference(self) -> bool:
@@ -130,6 +129,7 @@ class Learner:
 
         Metrics are means over the updates. Those that compare sampler and trainer are of the policy before any update:
         of all mini-batches where π_old is scored, of the first one otherwise.
+        Raises: NumericFaultError as `Skips.note`.
         """
         algorithm = self._job.config.algorithm
         minis = mini_batches(trajectories, algorithm.mini_batches)
@@ -157,12 +157,44 @@ class Learner:
                     state, metrics, logp = self._update(state, completed, n_micro)
                     measured = measured or self._measured_mismatch([batch._replace(old_logp=logp)])
                     rows.append(floats(metrics))
+                    self._skips.note(rows[-1]["actor/skipped_update"] > 0, state, completed, n_micro)
         reports = [report for *_, report in packed]
         return state, _summary(rows) | measured | {
             "training/trained_sequences": sum(report.sequences for report in reports),
             "training/row_occupancy": float(np.mean([report.occupancy for report in reports])),
             **seqlen_metrics([report.undealt for report in reports], [report.dealt for report in reports]),
             "training/micro_batches": sum(n_micro for _, n_micro in batches),
+            "training/skipped_updates": sum(row["actor/skipped_update"] for row in rows),
+        }
+
+    def replay(self, fault: Fault) -> tuple[Diagnosis, Metrics]:
+        """A look into one update of a policy method, and the metrics that it gives.
+
+        Raises: ValueError where this recipe and mesh pack their rows in another shape.
+        """
+        shape, wanted = parts(fault.batch)[0].tokens.shape, empty_batch(self.shape).tokens.shape
+        if shape != wanted or isinstance(fault.batch, RoutedBatch) != self._replays:
+            raise ValueError(
+                f"the update to replay has rows of shape {shape} (micro-batches, rows, tokens), and this recipe on "
+                f"this mesh makes {wanted}: use the recipe in its folder, on as many devices"
+            )
+        batch = place(fault.batch, self._read)
+        token_loss = policy_loss(self._job.config.algorithm, _num_sequences(self._job, self.shape))
+        micro_loss, survey = micro_batch_loss(self._job.network.graphdef, token_loss, **self._policy_options())
+        probe = make_probe(micro_loss, survey, self._shardings.params)
+        found = diagnose(probe, fault.state.params, batch, fault.n_micro)
+        _, metrics, _ = self._update(fault.state, batch, fault.n_micro)
+        return found, floats(metrics)
+
+    def _policy_options(self) -> dict[str, Any]:
+        """Of `micro_batch_loss`."""
+        config = self._job.config
+        return {
+            "temperature": config.rollout.temperature,
+            "chunk": config.training.logprob_chunk,
+            "batch_shardings": self._read,
+            "entropy_gradient": config.algorithm.entropy_coef > 0,
+            "mixture": config.model.moe if self._job.network.model.moe else None,
         }
 
     def old_logprobs(self, state: TrainState, trajectories: Sequence[Trajectory], phases: Phases) -> list[np.ndarray]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxrl_post.config_offline import KTO, FineTuning, SFTDistillation
 from jaxrl_post.data.preferences import mismatched
+from jaxrl_post.loops.faulty_update import Skips
 from jaxrl_post.loops.offline_job import OfflineJob
 from jaxrl_post.loops.teachers import NO_TEACHERS, Teachers
 from jaxrl_post.models.decoder import Params
@@ -84,6 +85,7 @@ class OfflineLearner:
         self._reference: Params | None = None
         self._scores: dict[Example, np.ndarray] = {}
         self._shift = {"updates": 0, "mean": 0.0}
+        self._skips = Skips(config)
 
     def _forward(self) -> Forward:
         """What the loss reads: scores of a reward model, or log-probs, with divergences to teachers where there are."""
@@ -135,13 +137,14 @@ class OfflineLearner:
         self._shift = dict(host["shift"])
 
     def learn(self, state: TrainState, examples: Sequence[Example], phases: Phases) -> tuple[TrainState, Metrics]:
-        """One optimizer update on the examples."""
+        """One optimizer update on the examples. Raises: NumericFaultError as `Skips.note`."""
         batch, n_micro, report = self._packed(examples)
         batch = self._referenced(batch, n_micro, phases)
         constant, known = self._constant(state, examples, batch, n_micro, phases)
         with phases("update_actor"):
             state, measured = self._update(state, batch, constant, n_micro)
             metrics = {name: float(value) for name, value in fetch(measured).items()}
+        self._skips.note(metrics["actor/skipped_update"] > 0, state, batch, n_micro)
         return state, self._of_labels(metrics, examples) | known | {
             "training/trained_sequences": report.sequences,
             "training/trained_tokens": report.targets,

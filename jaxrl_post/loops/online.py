@@ -31,6 +31,7 @@ from jaxrl_post.loops.stopping import STOPPED, Stop
 from jaxrl_post.loops.taught_advantage import TaughtAdvantages
 from jaxrl_post.loops.teachers import Teachers
 from jaxrl_post.models.decoder import Params
+from jaxrl_post.observe.alerts import Alerts, as_metrics
 from jaxrl_post.observe.compiles import CompileCounter
 from jaxrl_post.observe.metrics import METRICS
 from jaxrl_post.observe.plot import ONLINE, plot_curves
@@ -78,7 +79,7 @@ def run(config: Config) -> None:
     ):
         for line in introduction(config, job.network, state, learner.shape, _data(job), done):
             progress.note(line)
-        phases = Phases(watchdog.enter)
+        phases, alerts = Phases(watchdog.enter), Alerts(config.alerts)
         if config.evaluation.enabled and job.held_out and not done:
             writer.write(0, _note(progress, evaluate(job, sampler, state.params)))
             phases.collect()
@@ -112,8 +113,12 @@ def run(config: Config) -> None:
                 writer.write_rollouts(step, _dump(samples, job.reward.names, advantages_N))
             metrics |= phases.collect() | compiles.collect() | job.reward.collect()
             metrics |= speed_metrics(metrics["perf/total_num_tokens"], metrics["timing_s/step"], job.network.mesh.size)
+            reasons = alerts.look(metrics)
+            metrics |= as_metrics(reasons)
             writer.write(step, metrics)
             progress.update(step, metrics)
+            for reason in reasons.values():
+                progress.note(f"alert: step {step}: {reason}")
             if stopping:
                 progress.note(STOPPED.format(step=step))
                 break

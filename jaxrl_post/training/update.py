@@ -58,8 +58,38 @@ def make_update(
     A model with experts needs their options, `mixture`: routers add to loss and metrics as `training.routing` says. A
     `RoutedBatch` is computed along its choices.
     """
-    rows_shardings, _ = routing.parts(batch_shardings)
-    place = row_placement(rows_shardings)
+    micro_loss, survey = micro_batch_loss(
+        graphdef,
+        token_loss,
+        temperature=temperature,
+        chunk=chunk,
+        batch_shardings=batch_shardings,
+        entropy_gradient=entropy_gradient,
+        mixture=mixture,
+    )
+    return jit_update(
+        micro_loss,
+        optimizer,
+        shardings=shardings,
+        batch_shardings=batch_shardings,
+        said_shardings=routing.parts(batch_shardings)[0].old_logp,
+        metrics=routing.load_metrics if mixture else update_metrics,
+        survey=survey,
+    )
+
+
+def micro_batch_loss(
+    graphdef: nnx.GraphDef,
+    token_loss: TokenLoss,
+    *,
+    temperature: float,
+    chunk: int,
+    batch_shardings: Rows,
+    entropy_gradient: bool = False,
+    mixture: Mixture | None = None,
+) -> tuple[Callable[..., tuple[jax.Array, Seen]], Callable[[Tree, Tree, jax.Array], tuple[Any, ...]]]:
+    """`micro_loss` and `survey` of `jit_update`, for a policy; arguments as `make_update`."""
+    place = row_placement(routing.parts(batch_shardings)[0])
 
     def micro_loss(params: Tree, micro: Rows, whole: routing.Whole | None = None) -> tuple[jax.Array, Seen]:
         logp_BM, entropy_BM, routed = _logprobs(graphdef, params, micro, temperature, chunk, place, entropy_gradient)
@@ -68,15 +98,7 @@ def make_update(
             loss, tally = routing.with_router(loss, tally, routed, micro, whole, mixture)
         return loss, (tally, logp_BM)
 
-    return jit_update(
-        micro_loss,
-        optimizer,
-        shardings=shardings,
-        batch_shardings=batch_shardings,
-        said_shardings=rows_shardings.old_logp,
-        metrics=routing.load_metrics if mixture else update_metrics,
-        survey=routing.survey(graphdef, place, mixture) if mixture else no_survey,
-    )
+    return micro_loss, routing.survey(graphdef, place, mixture) if mixture else no_survey
 
 
 def update_metrics(tally: Tally, moved: Scalars) -> Scalars:
