@@ -37,5 +37,6 @@ def test_killed_twice(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_killed_at_twenty_random_moments(tmp_path):
     assert check_kills(tmp_path, steps=44, seed=1, count=20) == 20

@@ -1,11 +1,12 @@
-"""Chat templates: untrusted Jinja from a model folder, rendered in a sandbox with the conventions of transformers."""
+"""Chat templates: untrusted Jinja from a model folder, rendered in a sandbox with the conventions of transformers.
+
+The sandbox is in a process of its own (`template_process`), which bounds memory and time.
+"""
 
 from __future__ import annotations
 
 import datetime
 import json
-import queue
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+from jaxrl_post.data.template_process import renderer
 
 RENDER_SECONDS = 10.0
 Message = dict[str, Any]
@@ -64,7 +67,8 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
-def _environment() -> Sandbox:
+def sandbox() -> Sandbox:
+    """An environment with all that chat templates may use."""
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
     environment.filters["tojson"] = tojson
     environment.globals |= {
@@ -75,24 +79,14 @@ def _environment() -> Sandbox:
     return environment
 
 
-def _within(seconds: float, work: Callable[[], str]) -> str:
-    """The result of `work`, done on a thread of its own. One that takes longer is left behind: it may never end."""
-    outcome: queue.SimpleQueue[tuple[str, Exception | None]] = queue.SimpleQueue()
+def compile_own(source: str) -> Callable[..., str]:
+    """As `compile_template` for a template of this project's own: rendered in this process, without limits."""
+    template = sandbox().from_string(source)
 
-    def run() -> None:
-        try:
-            outcome.put((work(), None))
-        except Exception as error:
-            outcome.put(("", error))
+    def render(messages: list[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
+        return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
 
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        text, error = outcome.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"it has not ended after {seconds:g} s") from None
-    if error is not None:
-        raise error
-    return text
+    return render
 
 
 def compile_template(source: str, origin: str) -> Callable[..., str]:
@@ -100,25 +94,25 @@ def compile_template(source: str, origin: str) -> Callable[..., str]:
 
     `origin` names the template's file in errors. `tools` and `documents` are None unless given, as in transformers.
     Raises ValueError for a template that does not parse, and when rendering: for what the template itself refuses
-    (`raise_exception`), for attempts to leave the sandbox, for values the template cannot work with, and for one that
-    takes longer than `RENDER_SECONDS`.
+    (`raise_exception`), for attempts to leave the sandbox, for values the template cannot work with, for one that
+    takes longer than `RENDER_SECONDS`, and for one that takes or makes more than `template_process` allows.
     """
     try:
-        template = _environment().from_string(source)
-    except jinja2.TemplateError as error:
+        sandbox().parse(source)  # compiled and run only in a process that can be killed
+    except (jinja2.TemplateError, RecursionError) as error:
         raise ValueError(f"{origin}: the chat template does not parse: {error}") from error
 
     def render(messages: list[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
         values = {"tools": None, "documents": None, **variables}
+        values |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return _within(
-                RENDER_SECONDS,
-                lambda: template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values),
-            )
-        except SecurityError as error:
-            raise ValueError(f"{origin}: the chat template tries to leave its sandbox: {error}") from error
-        except Exception as error:  # the template's own code runs here, and may raise anything
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"{origin}: the chat template cannot render these messages: {reason}") from error
+            answer = renderer().render(source, values, RENDER_SECONDS)
+        except (ValueError, TypeError, RecursionError, TimeoutError, MemoryError) as error:
+            raise ValueError(f"{origin}: the chat template cannot render these messages: {error}") from error
+        if "refused" in answer:
+            raise ValueError(f"{origin}: the chat template tries to leave its sandbox: {answer['refused']}")
+        if "failed" in answer:
+            raise ValueError(f"{origin}: the chat template cannot render these messages: {answer['failed']}")
+        return answer["text"]
 
     return render

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from jaxrl_post import config
 
 Row = dict[str, Any]
+MAX_LINE = 1 << 26  # bytes; a file without line feeds is not read into memory whole
 
 
 def read_rows(path: str | Path, task: config.JsonlTask, key: str = "data.task.path") -> tuple[list[Row], list[str]]:
@@ -47,7 +49,12 @@ def _lines(path: Path, key: str) -> Iterator[tuple[int, bytes]]:
         found = "is a folder" if path.is_dir() else "does not exist"
         raise ValueError(f"{key}={str(path)!r} {found}: give a file with one JSON object a line")
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number in itertools.count(1):
+            line = file.readline(MAX_LINE + 1)
+            if len(line) > MAX_LINE:
+                raise ValueError(f"{path}:{number}: longer than {MAX_LINE} bytes, and no row of prompts: {key}")
+            if not line:
+                return
             if line.removeprefix(b"\xef\xbb\xbf").strip():
                 yield number, line
 

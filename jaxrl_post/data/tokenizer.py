@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from jaxrl_post.data.chat_template import Message, compile_template
+from jaxrl_post.data.chat_template import Message, compile_own, compile_template
 
 
 class Tokenizer(Protocol):
@@ -168,7 +168,7 @@ class ByteTokenizer:
     )
 
     def __init__(self) -> None:
-        self._render = compile_template(self.chat_template, "byte tokenizer")
+        self._render = compile_own(self.chat_template)
 
     def encode(self, text: str, add_bos: bool = False) -> list[int]:
         return _with_bos(self, add_bos) + list(text.encode("utf-8"))

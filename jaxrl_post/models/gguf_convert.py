@@ -5,16 +5,18 @@ Quantised blocks are widened by the package `gguf` (extra `[gguf]`); every value
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxrl_post.models.config import from_huggingface
+from jaxrl_post.models.gguf_header import check_header
 from jaxrl_post.models.huggingface import expected_shapes
 from jaxrl_post.models.shards import SINGLE, capped, write_tensors
 from jaxrl_post.models.tensor_names import TENSORS
@@ -47,9 +49,10 @@ def convert(path: str | Path, folder: str | Path) -> None:
     path, folder = Path(path), Path(folder)
     reader = _open(path)
     get = _metadata(path, reader)
-    config = _config(path, get, [tensor.name for tensor in reader.tensors])
+    with _values_named(path):
+        config = _config(path, get, [tensor.name for tensor in reader.tensors])
+        tokenizer, tokenizer_config = _tokenizer(path, get)
     tensors = _tensors(path, reader, config)
-    tokenizer, tokenizer_config = _tokenizer(path, get)
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     write_tensors(folder / SINGLE, tensors)
     files = {
@@ -70,9 +73,19 @@ def _open(path: Path) -> Any:
     except ImportError:
         raise ValueError("reading GGUF needs the package gguf: pip install 'jaxrl-post[gguf]'") from None
     try:
+        check_header(path, gguf.GGML_QUANT_SIZES)
         return gguf.GGUFReader(path)
-    except Exception as error:  # the reader indexes into the file, so a short one fails in many ways
+    except Exception as error:  # the reader indexes into the file, so a broken one fails in many ways
         raise ValueError(f"{path} is not a complete GGUF file ({error}): it may be truncated") from None
+
+
+@contextlib.contextmanager
+def _values_named(path: Path) -> Iterator[None]:
+    """Metadata of another type than their keys stand for fail in any of these ways."""
+    try:
+        yield
+    except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"{path}: the GGUF metadata hold values that do not fit their keys: {error!r}") from None
 
 
 def _metadata(path: Path, reader: Any) -> Metadata:

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.npz", "*.npy")
+MAX_INDEX = 1 << 28  # bytes
 SHOWN = 8
 TensorSlice = Any  # safetensors' lazy tensor: get_shape(), get_dtype(), and [slices] -> numpy
 
@@ -68,6 +69,8 @@ def _open_file(path: Path) -> dict[str, TensorSlice]:
 def _read_index(path: Path) -> dict[str, str]:
     """Tensor name -> file name."""
     try:
+        if path.stat().st_size > MAX_INDEX:
+            raise ValueError(f"longer than {MAX_INDEX} bytes")
         listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         if not listed or not all(isinstance(file, str) for file in listed.values()):
             raise TypeError("weight_map must map tensor names to file names")
@@ -87,7 +90,11 @@ def _inside(folder: Path, name: str) -> Path:
     if folder.resolve().parent.name == "snapshots":
         roots.append(folder.resolve().parent.parent / "blobs")
     lexical = Path(name)
-    target = (folder / name).resolve()
+    try:
+        target = (folder / name).resolve()
+        target.exists()
+    except (OSError, ValueError) as error:  # a name too long, or no text of this file system
+        raise ValueError(f"{folder / INDEX} lists {name[:80]!r}, which names no file: {error!r:.200}") from None
     if lexical.is_absolute() or ".." in lexical.parts or not any(target.is_relative_to(root) for root in roots):
         raise ValueError(
             f"{folder}: weight file {name!r} is no plain path inside the folder (it leads to {target}) and was not "
