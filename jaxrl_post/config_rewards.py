@@ -61,6 +61,26 @@ class FunctionReward(ForeignCode):
     or all of a step. Limit and failures are those of a call; its limit is `timeout` for each sample in it."""
 
 
+class CodeReward(ForeignCode):
+    """Runs the Python in a completion (its last fenced block, or all of it) on the tests of its row, in a sandbox.
+
+    A row's tests are a list; each is Python that runs after the program and must not fail (`assert f(2) == 4`), or
+    {"input": text, "output": text} for a program that reads and prints. `timeout` is for all tests of a sample.
+    """
+
+    kind: Literal["code"]
+    sandbox: Literal["monty", "bubblewrap"] = "monty"
+    """monty (extra `[code]`) knows a part of Python and starts in milliseconds; bubblewrap, where that program is
+    installed, is full CPython with its standard library in 0.1 s. Neither has network, files or processes."""
+    tests_key: Annotated[str, Field(min_length=1)] = "tests"
+    score: Literal["all", "share"] = "all"
+    """1 when all tests pass, or the share of those that do."""
+    seconds: Positive = 2.0
+    """That one test may take."""
+    memory_mb: Annotated[int, Field(ge=64)] = 256
+    """MiB that a program may take."""
+
+
 class ModelReward(Section):
     """The score of a reward model, as trained by a recipe of `algorithm.kind: reward_model`, on the run's own mesh.
 
@@ -74,7 +94,7 @@ class ModelReward(Section):
     """Token positions a device holds in one forward pass."""
 
 
-SingleReward = LastNumberReward | ExactMatchReward | ReasoningGymReward | FunctionReward | ModelReward
+SingleReward = LastNumberReward | ExactMatchReward | ReasoningGymReward | FunctionReward | CodeReward | ModelReward
 
 
 class RewardPart(Section):

@@ -22,7 +22,7 @@ from sharding.processes import split_work
 
 log = logging.getLogger(__name__)
 Score = Callable[[Sequence[Response]], Sequence[Graded]]
-CheckRow = Callable[[dict[str, Any]], None]
+CheckRow = Callable[[dict[str, Any]], object]
 
 
 def accept_row(row: dict[str, Any]) -> None:

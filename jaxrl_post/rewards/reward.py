@@ -6,6 +6,7 @@ Legend: N responses, K graders.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_post import config_rewards as config
+from jaxrl_post.rewards import code
 from jaxrl_post.rewards.call import RewardError, Run, answer
 from jaxrl_post.rewards.function import load_function
 from jaxrl_post.rewards.grader import CheckRow, Grader, accept_row, by_array, by_calls, nothing_open, one_by_one
@@ -109,6 +111,12 @@ def _grader(reward: config.SingleReward, name: str, section: str, setting: Setti
         case config.FunctionReward():
             load_function(reward.function, section)
             return _in_workers(reward, name, Target(reward.function, {}), reward.per)
+        case config.CodeReward():
+            options = code.Options(reward.sandbox, reward.tests_key, reward.score, reward.seconds, reward.memory_mb)
+            code.open_sandbox(options)
+            target = Target("jaxrl_post.rewards.code:code_scores", options._asdict())
+            check = functools.partial(code.read_tests, key=reward.tests_key)
+            return _in_workers(reward, name, target, "sample", check)
         case config.ModelReward():
             return Grader(name, by_array(open_score(reward, setting, section)), on_mesh=True)
 
