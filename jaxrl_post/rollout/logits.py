@@ -37,8 +37,8 @@ def no_history(
     tokens_SW: jax.Array, lengths_S: jax.Array, options: Sampling, features: Features, vocab: int, most: int
 ) -> History:
     """Of sequences that have sampled nothing yet after these prompts, and will sample at most `most`."""
-    S, count_dtype = len(tokens_SW), jnp.int16 if most < 2**15 else jnp.int32
-    output_SV = jnp.zeros((S, vocab), count_dtype) if features.repetition or features.counted else None
+    S = len(tokens_SW)
+    output_SV = jnp.zeros((S, vocab), _count_dtype(most)) if features.counts_output else None
     recent = jnp.full((S, options.bad_words.shape[-1] - 1), NO_TOKEN) if features.bad_words else None
     return History(
         output=output_SV,
@@ -46,6 +46,15 @@ def no_history(
         recent=recent,
         text=jnp.zeros(S, jnp.int32) if features.stop_strings else None,
     )
+
+
+def history_bytes(features: Features, vocab: int, most: int) -> int:
+    """Bytes of the arrays over the vocabulary that a slot remembers."""
+    return vocab * (features.counts_output * jnp.dtype(_count_dtype(most)).itemsize + features.repetition)
+
+
+def _count_dtype(most: int) -> type:
+    return jnp.int16 if most < 2**15 else jnp.int32
 
 
 def _in_prompt(tokens_SW: jax.Array, lengths_S: jax.Array, vocab: int) -> jax.Array:

@@ -79,6 +79,11 @@ class Features:
         )
 
     @property
+    def counts_output(self) -> bool:
+        """Whether tokens sampled before are counted."""
+        return self.repetition or self.counted
+
+    @property
     def shapes_logits(self) -> bool:
         """Whether `rollout.logits` has anything to do."""
         return self.min_tokens or self.repetition or self.counted or self.bias or self.bad_words
@@ -108,13 +113,10 @@ def draw(
     if features.tempered or features.greedy:
         temperature_S = jnp.where(hot_S, options.temperature, 1.0)
         scores_SV, peak_S = shaped_SV / temperature_S[:, None], peak_S / temperature_S
-    if features.min_p:
-        scores_SV = keep_min_p(scores_SV, peak_S, options.min_p)
-    if features.top_k:
-        scores_SV = keep_top_k(scores_SV, options.top_k)
-    if features.top_p:
-        scores_SV = keep_top_p(scores_SV, options.top_p)
     mass_SV = jnp.exp(scores_SV - peak_S[:, None])
+    if features.min_p or features.top_k or features.top_p:
+        # Not exp of what is cut: a CPU takes several times as long for exp(-inf).
+        mass_SV = jnp.where(_cut(scores_SV, peak_S, options, features) > -jnp.inf, mass_SV, 0.0)
     token_S, total_S = inverse_cdf(mass_SV, uniform_S2)
     if features.greedy:
         token_S = jnp.where(hot_S, token_S, jnp.argmax(shaped_SV, axis=-1).astype(jnp.int32))
@@ -165,6 +167,15 @@ def likeliest(logits_SV: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
     width = V // blocks(V)
     token_Sn = jnp.take_along_axis(block_SX, at_Sn // width, axis=1) * width + at_Sn % width
     return token_Sn.astype(jnp.int32), value_Sn - jax.nn.logsumexp(logits_SV, axis=-1, keepdims=True)
+
+
+def _cut(scores_SV: jax.Array, peak_S: jax.Array, options: Sampling, features: Features) -> jax.Array:
+    """Scores that no token is drawn from become -inf."""
+    if features.min_p:
+        scores_SV = keep_min_p(scores_SV, peak_S, options.min_p)
+    if features.top_k:
+        scores_SV = keep_top_k(scores_SV, options.top_k)
+    return keep_top_p(scores_SV, options.top_p) if features.top_p else scores_SV
 
 
 def keep_min_p(scores_SV: jax.Array, peak_S: jax.Array, min_p_S: jax.Array) -> jax.Array:

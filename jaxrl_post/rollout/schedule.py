@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.rollout.decoding import Decoding
+from jaxrl_post.rollout.logits import history_bytes
 from jaxrl_post.rollout.partial import Of
 from jaxrl_post.rollout.sampling import Features, Sampling
 
@@ -120,7 +121,8 @@ def engine_shape(
     """
     group, requests = options.samples_per_prompt, prompts * options.samples_per_prompt
     piece = min(width, options.prefill_columns)
-    slots = min(options.slots or _slots_that_fit(memory, options, width, model, platform), requests)
+    features = Features.of(sampling)
+    slots = min(options.slots or _slots_that_fit(memory, options, width, model, platform, features), requests)
     refill = min(options.refill or _refill(slots, group, requests, piece), requests)
     together = slots == requests
     tiered = together and partial is None  # the tokens of samples that go on lie in the last columns
@@ -136,7 +138,7 @@ def engine_shape(
         prompt_rows=prompts if together else min(slots, -(-requests // refill) * max(1, refill // group)),
         unrolled=platform == "cpu",
         lockstep=options.lockstep,
-        features=Features.of(sampling),
+        features=features,
         top_logprobs=options.top_logprobs,
         partial=partial,
         routing=options.routing,
@@ -158,11 +160,14 @@ def cache_memory(tensor_shards: int, device_memory: float | None = None) -> floa
     return CACHE_SHARE * total * tensor_shards
 
 
-def _slots_that_fit(memory: float, options: SampleOptions, width: int, model: ModelConfig, platform: str) -> int:
-    """Slots in so many bytes if each had a prompt of its own; whole groups if one fits."""
+def _slots_that_fit(
+    memory: float, options: SampleOptions, width: int, model: ModelConfig, platform: str, features: Features
+) -> int:
+    """Slots in so many bytes if each had a prompt of its own, and what penalties remember; whole groups if one fits."""
     column = 2 * model.layers * model.kv_heads * model.head_dim * jnp.dtype(model.dtype).itemsize
     columns = width + (PACKING if platform == "cpu" else 1) * options.max_new_tokens
-    slots = int(min(memory / (column * columns), 2**30))
+    remembered = history_bytes(features, model.vocab_size, options.max_new_tokens)
+    slots = int(min(memory / (column * columns + remembered), 2**30))
     group = options.samples_per_prompt
     return max(1, slots // group * group if slots >= group else slots)
 

@@ -28,7 +28,8 @@ from sharding.rules import ROLLOUT, partition_spec
 
 
 class Weights(NamedTuple):
-    """Parameters in the rollout layout and the layers as the decode steps read them."""
+    """Parameters in the rollout layout and the layers as the decode steps read them. Layers out of their stacks leave
+    stacks of none behind in `params`."""
 
     params: Params
     layers: Layer | tuple[Layer, ...]
@@ -113,7 +114,10 @@ class Programs:
 
     def load(self, params: Params) -> Weights:
         decoder = nnx.merge(self._graphdef, params)
-        return Weights(params, decoder.unrolled() if self._unrolled else decoder.stacked())
+        if not self._unrolled:
+            return Weights(params, decoder.stacked())
+        none = jax.tree.map(lambda stack: stack[:0], params["layers"])
+        return Weights({**params, "layers": none}, decoder.unrolled())
 
     def _weight_specs(self) -> Weights:
         """Experts stay cut over the replicas that share them, which run the same programs."""

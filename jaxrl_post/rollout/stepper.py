@@ -13,7 +13,7 @@ S slots, W columns of a slot, k steps of a call, B columns of a piece, V vocabul
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -30,12 +30,10 @@ from jaxrl_post.rollout.schedule import PIECE
 from jaxrl_post.rollout.step_cache import Caches
 from jaxrl_post.rollout.step_programs import Inputs, Past, Programs, Steps, Weights
 from jaxrl_post.rollout.step_records import PLAIN, Burst, Prefix, Request, Slot
+from jaxrl_post.rollout.step_widths import decode_columns, lengths_of_every_width, piece_size, prefix_columns
 from jaxrl_post.rollout.stop_strings import bytes_of_all, completed_by_last
 from jaxrl_post.types import StopReason
 from sharding.mesh import batch_shards
-
-SHORTEST_PIECE = 8
-FEWEST_COLUMNS = 64
 
 
 class StepEngine:
@@ -71,7 +69,7 @@ class StepEngine:
             raise ValueError(f"columns={columns} exceeds the model's {config.max_positions} positions")
         self.config, self.columns = config, columns
         self.slots = [Slot() for _ in range(slots)]
-        self._stop_ids, self._piece = frozenset(stop_ids), piece
+        self._stop_ids, self.piece = frozenset(stop_ids), piece
         self._token_bytes = bytes_of_all(token_bytes, config.vocab_size)
         self.steps = steps
         self._programs = Programs(graphdef, config, mesh, slots, columns, steps)
@@ -79,7 +77,8 @@ class StepEngine:
         self._decoding: list[Decoding] = []
 
     def load(self, params: Params) -> Weights:
-        """`params` in the rollout layout, made ready. On a CPU layers are copied out of their stacks, once here."""
+        """`params` in the rollout layout, made ready. On a CPU layers are copied out of their stacks, once here, and
+        the answer does not hold the stacks: they are freed with the caller's `params`."""
         return self._programs.load(params)
 
     # A sequence from its prompt.
@@ -87,7 +86,7 @@ class StepEngine:
     def begin(self, ids: Sequence[int]) -> Prefix:
         """A prefix of which nothing is computed yet. Raises: ValueError for no ids, or more than fit a slot."""
         self._check_prompt(ids)
-        return Prefix(tuple(ids), 0, self._programs.empty(1, min(_bucket(len(ids) - 1), self.columns)))
+        return Prefix(tuple(ids), 0, self._programs.empty(1, prefix_columns(len(ids), self.columns)))
 
     def advance(self, weights: Weights, prefix: Prefix) -> Prefix:
         """One more piece of it; the prefix handed in must not be used again."""
@@ -166,7 +165,7 @@ class StepEngine:
         decoding = [slot.request.decoding if slot.request is not None else PLAIN for slot in self.slots]
         options, features = self._sampling(decoding)
         longest = max(self.slots[i].length for i in running)
-        columns = min(max(FEWEST_COLUMNS, _bucket(longest + self._programs.steps)), self.columns)
+        columns = decode_columns(longest, self.steps, self.columns)
         top = min(MOST_LOGPROBS, self.config.vocab_size) if any(d.top_logprobs for d in decoding) else 0
         program = self._programs.decode(features, columns, top)
         self._cache, steps = program(weights, self._cache, self._inputs(options, features))
@@ -241,13 +240,20 @@ class StepEngine:
 
     def _next_piece(self, ids: Sequence[int], room: int) -> tuple[np.ndarray, int]:
         """The next tokens padded to a power of two, int32 [1, B], and how many they are. B never exceeds the room."""
-        size = min(_bucket(len(ids)), self._piece)
-        if size > room:
-            size = 1 << (min(len(ids), room).bit_length() - 1)
+        size = piece_size(len(ids), room, self.piece)
         piece = np.zeros((1, size), np.int32)
         count = min(size, len(ids))
         piece[0, :count] = ids[:count]
         return piece, count
+
+    def compile_all(self, weights: Weights, decoding: Decoding) -> Iterator[int]:
+        """Run a prompt of every width there is, decoded like that, and yield its length when it is done; all slots must
+        be free. Afterwards no such request compiles anything; other options may compile decode steps of their own."""
+        for tokens in lengths_of_every_width(self.columns, self.piece, self.steps):
+            self.insert(self.prefill(weights, [0] * tokens), 0, Request(1, decoding))
+            self.generate(weights)
+            self.free(0)
+            yield tokens
 
     def check(self, ids: Sequence[int], request: Request) -> None:
         """Raises: ValueError for a prompt and a request that no slot can hold. Safe on any thread."""
@@ -287,11 +293,6 @@ def _widened(options: Sampling) -> Sampling:
     return options._replace(
         bias_ids=wide(options.bias_ids, NOWHERE), bias=wide(options.bias, 0), stop_ids=wide(options.stop_ids, NOWHERE)
     )
-
-
-def _bucket(count: int) -> int:
-    """The next power of two, at least SHORTEST_PIECE."""
-    return max(SHORTEST_PIECE, 1 << max(count - 1, 0).bit_length())
 
 
 def _width(cache: Caches) -> int:

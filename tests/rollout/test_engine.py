@@ -169,6 +169,11 @@ def test_slots_fit_the_memory_and_hold_whole_groups():
     assert (fitting(50).slots, fitting(50).refill, fitting(50).prompt_rows) == (48, 12, 21)
     assert fitting(3).slots == 3
     assert fitting(0.1).slots == 1
+    room = column * (8 + 1.5 * 20) * 48
+    counting = lambda **penalty: engine_shape(20, options, 8, sampling._replace(**penalty), CONFIG, room, "cpu").slots
+    slots_in = lambda of_counts: int(48 / (1 + of_counts * CONFIG.vocab_size / (column * 38))) // 4 * 4
+    assert counting(presence=np.full(80, 0.5, np.float32)) == slots_in(2) < 48  # int16 counts
+    assert counting(repetition=np.full(80, 1.5, np.float32)) == slots_in(3)  # and what is in the prompt
 
 
 EIGHT_DEVICES = {
@@ -216,6 +221,22 @@ def test_a_prompt_alone_gives_what_it_gives_in_a_batch():
 
 def test_prompt_width_changes_nothing():
     assert ids(generate(width=8)) == ids(generate(width=19))
+
+
+def test_what_stands_in_the_padding_of_prompts_changes_nothing(monkeypatch):
+    """The widest case has pieces of nothing but padding, and a prompt of one token."""
+    for width in (8, 19):
+        clean = generate(width=width)
+
+        def dirty(self, *arguments, requests=Sampler._requests):
+            made = requests(self, *arguments)
+            live = np.arange(made.tokens.shape[1]) < made.lengths[:, None]
+            assert not live.all()
+            return made._replace(tokens=np.where(live, made.tokens, 88).astype(np.int32))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Sampler, "_requests", dirty)
+            same(clean, generate(width=width))
 
 
 def test_an_earlier_call_leaves_no_trace():

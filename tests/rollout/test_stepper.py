@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import jax
 import numpy as np
 import pytest
 from tiny_engine import CONFIG, engine, mesh_of, model, sampler
@@ -10,6 +11,7 @@ from tiny_engine import CONFIG, engine, mesh_of, model, sampler
 from jaxrl_post.rollout.decoding import Decoding
 from jaxrl_post.rollout.schedule import SampleOptions
 from jaxrl_post.rollout.step_records import Request
+from jaxrl_post.rollout.step_widths import decode_columns, lengths_of_every_width, prefix_columns
 from jaxrl_post.rollout.stepper import StepEngine
 from jaxrl_post.types import StopReason
 
@@ -170,6 +172,48 @@ def test_pieces_fit_the_room_there_is():
             assert piece.shape[1] <= min(room, 8)
             assert piece[0, :used].tolist() == list(range(1, used + 1))
             assert 1 <= used <= count
+
+
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_a_prompt_cut_anywhere_is_the_whole_prompt(cut):
+    """The first part is prefilled on its own, the rest follows in the slot."""
+    made, weights = engine()
+    made.insert(made.prefill(weights, PROMPTS[5][:cut]), 1, request(5, limit=1))
+    made.pause(1)
+    made.extend(1, PROMPTS[5][cut:], request(5))
+    while not made.feed(weights, 1):
+        pass
+    bursts = []
+    while made.slots[1].request:
+        bursts.append(made.generate(weights)[1])
+    assert together(bursts, "ids").tolist() == expected()[5].ids.tolist()
+    np.testing.assert_allclose(together(bursts, "raw_logp"), expected()[5].raw_logp, atol=1e-5)
+    made.free(1)
+
+
+def test_after_compile_all_no_length_compiles():
+    made, weights = engine()
+    programs = made._programs
+    assert list(made.compile_all(weights, Decoding())) == [1, 2, 10, 18, 34]
+    compiles = lambda: (programs.prefill._cache_size(), programs.insert._cache_size(), len(programs._decodes))
+    before = compiles()
+    for tokens in range(1, made.columns):
+        made.insert(made.prefill(weights, [3] * tokens), 1, Request(1))
+        made.generate(weights)
+        made.free(1)
+    assert compiles() == before
+
+
+def test_lengths_of_every_width_are_few_and_leave_no_width_out():
+    lengths = list(lengths_of_every_width(2048, 512, 4))
+    assert len(lengths) < 32
+    widths = lambda tokens: (prefix_columns(tokens, 2048), decode_columns(tokens - 1, 4, 2048))
+    assert {x for n in lengths for x in widths(n)} == {x for n in range(1, 2048) for x in widths(n)}
+
+
+def test_weights_are_held_once():
+    weights = engine()[1]
+    assert sum(x.nbytes for x in jax.tree.leaves(weights)) == sum(x.nbytes for x in jax.tree.leaves(model()[1]))
 
 
 def test_compiles_are_few():
