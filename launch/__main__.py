@@ -180,6 +180,7 @@ def _serve(words: Sequence[str]) -> None:
     parser.add_argument("--context", type=int, default=2048, help="most tokens of prompt and answer (2048)")
     parser.add_argument("--steps", type=int, default=4, help="tokens sampled between two looks at the queue (4)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a request may take (600)")
+    parser.add_argument("--no-warm-up", action="store_true", help="compile when requests come; /health is 200 at once")
     given = parser.parse_intermixed_args(words)
     source, weights = _policy_paths(given)
     if importlib.util.find_spec("uvicorn") is None:
@@ -191,7 +192,7 @@ def _serve(words: Sequence[str]) -> None:
     key_file = Path(given.api_key_file) if given.api_key_file else None
     asked = Asked(
         given.host, given.port, key_file, given.name, given.slots, given.max_queue, given.context, given.steps,
-        given.timeout,
+        given.timeout, not given.no_warm_up,
     )  # fmt: skip
     serve(source, given.overrides, weights, asked)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxrl_post import recipes
+from jaxrl_post.config import Config
+from jaxrl_post.loops.decoding import decoding
 from jaxrl_post.loops.policy import Policy, load_policy
 
 
@@ -13,6 +16,15 @@ def read_policy(source: Path, overrides: Sequence[str], weights: Path | None) ->
     """The policy of a recipe or of a run. Raises: ValueError as `recipes.load` and `load_policy`."""
     recipe, weights = recipe_and_weights(source, weights)
     return load_policy(recipes.load(recipe, overrides), weights)
+
+
+def own_decoding(policy: Policy) -> dict[str, Any]:
+    """How the recipe's rollout section has a request decoded, as `Decoding` takes it; empty where it has none."""
+    if not isinstance(policy.config, Config):
+        return {}
+    rollout = policy.config.rollout
+    stops = {"ignore_eos": rollout.ignore_eos, "stop_ids": rollout.stop_token_ids}
+    return decoding(policy.config, policy.tokenizer) | stops
 
 
 def recipe_and_weights(source: Path, weights: Path | None) -> tuple[Path, Path | None]:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxrl_post.config import Config, JsonlTask
 from jaxrl_post.data.jsonl import Row, read_rows
 from jaxrl_post.data.prompts import prompt_of
-from jaxrl_post.loops.decoding import decoding, text_of
+from jaxrl_post.loops.decoding import text_of
 from jaxrl_post.loops.policy import Policy
 from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.rollout.schedule import SampleOptions
@@ -22,7 +22,7 @@ from jaxrl_post.rollout.step_records import Burst, Request
 from jaxrl_post.rollout.stepper import StepEngine
 from jaxrl_post.serving.answer import SampleText
 from jaxrl_post.types import Completion, Prompt, StopReason
-from launch.policy_source import read_policy
+from launch.policy_source import own_decoding, read_policy
 from sharding.mesh import batch_shards
 
 DEFAULT_TOKENS = 256
@@ -82,9 +82,7 @@ def _options(policy: Policy, asked: Asked) -> SampleOptions:
     own: dict[str, Any] = {"max_new_tokens": DEFAULT_TOKENS}
     if isinstance(policy.config, Config):
         rollout = policy.config.rollout
-        own = decoding(policy.config, policy.tokenizer)
-        own |= {"ignore_eos": rollout.ignore_eos, "stop_ids": rollout.stop_token_ids}
-        own |= {"max_new_tokens": rollout.max_new_tokens, "slots": rollout.slots}
+        own = own_decoding(policy) | {"max_new_tokens": rollout.max_new_tokens, "slots": rollout.slots}
     typed = {"max_new_tokens": asked.max_tokens, "temperature": asked.temperature, "samples_per_prompt": asked.samples}
     options = SampleOptions(**(own | {key: value for key, value in typed.items() if value is not None}))
     for flag, value, least in (("--max-tokens", options.max_new_tokens, 1), ("--temperature", options.temperature, 0)):

@@ -9,12 +9,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from starlette.applications import Starlette
+
 from jaxrl_post.loops.policy import Policy
+from jaxrl_post.rollout.decoding import Decoding, check
 from jaxrl_post.rollout.stepper import StepEngine
 from jaxrl_post.serving.openai_api import Served
 from jaxrl_post.serving.scheduler import Scheduler
 from jaxrl_post.serving.server import application, listen, run
-from launch.policy_source import read_policy
+from launch.policy_source import own_decoding, read_policy
 from sharding.mesh import batch_shards
 
 KEY_VARIABLE = "JAXRL_POST_API_KEY"
@@ -34,10 +37,12 @@ class Asked:
     context: int
     steps: int
     seconds: float
+    warm_up: bool
 
 
 def serve(source: Path, overrides: Sequence[str], weights: Path | None, asked: Asked) -> None:
-    """Serve until SIGTERM or SIGINT; requests under way are answered first, then exit code 0.
+    """Serve until SIGTERM or SIGINT; requests under way are answered first, then exit code 0. Sampling options that a
+    request does not name are those of the recipe's rollout section, but for the number of tokens.
 
     Raises: ValueError for values that make no server, a port that cannot be had, and as `read_policy`.
     """
@@ -46,20 +51,30 @@ def serve(source: Path, overrides: Sequence[str], weights: Path | None, asked: A
             raise ValueError(f"{flag} is too small: expected {2 if flag == '--context' else 1} or more")
     key = read_key(asked.key_file)
     sock = listen(asked.host, asked.port)
-    policy = read_policy(source, overrides, weights)
-    scheduler = make_scheduler(policy, asked)
     name = asked.name or source.stem
-    app = application(Served(name, policy.tokenizer, _system_prompt(policy), asked.seconds), scheduler, key)
+    app, origin = make_application(source, overrides, weights, asked, name, key)
     if key is None and asked.host not in LOOPBACK:
         print(f"warning: {asked.host} is open to other machines and no key is asked for", file=sys.stderr)
     host, port = sock.getsockname()[:2]
-    print(f"{policy.source}: serving {name!r} on http://{host}:{port}/v1", file=sys.stderr, flush=True)
+    print(f"{origin}: serving {name!r} on http://{host}:{port}/v1", file=sys.stderr, flush=True)
     # The server raises the signal it ended on again, when all is done: nothing is left to be ended then.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     run(app, sock)
 
 
-def make_scheduler(policy: Policy, asked: Asked) -> Scheduler:
+def make_application(
+    source: Path, overrides: Sequence[str], weights: Path | None, asked: Asked, name: str, key: str | None
+) -> tuple[Starlette, str]:
+    """The application, and where its weights come from. It holds them as the engine reads them and in no other way."""
+    policy = read_policy(source, overrides, weights)
+    own = Decoding(**own_decoding(policy))
+    check(own, policy.network.model.vocab_size)
+    served = Served(name, policy.tokenizer, _system_prompt(policy), asked.seconds, own)
+    return application(served, make_scheduler(policy, asked, own), key), policy.source
+
+
+def make_scheduler(policy: Policy, asked: Asked, own: Decoding) -> Scheduler:
+    """`own`: how requests are decoded that say nothing."""
     network = policy.network
     shards = batch_shards(network.mesh)
     engine = StepEngine(
@@ -67,7 +82,8 @@ def make_scheduler(policy: Policy, asked: Asked) -> Scheduler:
         slots=-(-asked.slots // shards) * shards, columns=min(asked.context, network.model.max_positions),
         steps=asked.steps,
     )  # fmt: skip
-    return Scheduler(engine, engine.load(policy.params), max_queue=asked.max_queue)
+    warm_up = dataclasses.replace(own, stop=()) if asked.warm_up else None
+    return Scheduler(engine, engine.load(policy.params), max_queue=asked.max_queue, warm_up=warm_up)
 
 
 def read_key(file: Path | None) -> str | None:

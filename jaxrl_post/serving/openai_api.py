@@ -14,6 +14,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.rollout.decoding import Decoding
+from jaxrl_post.rollout.step_records import PLAIN
 from jaxrl_post.serving.answer import Answer, Piece, RequestTimeoutError
 from jaxrl_post.serving.formats import ChatFormat, CompletionFormat, Envelope, Format, Json, Usage, error_json
 from jaxrl_post.serving.metrics import ServerMetrics
@@ -33,12 +35,13 @@ REFUSALS = (BadRequestError, QueueFullError, StoppedError, RequestTimeoutError, 
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """The model as clients see it. `seconds`: most time a request may take."""
+    """The model as clients see it. `seconds`: most time a request may take. `decoding`: what a request does not say."""
 
     name: str
     tokenizer: Tokenizer
     system_prompt: str | None
     seconds: float
+    decoding: Decoding = PLAIN
 
 
 class Api:
@@ -113,10 +116,11 @@ class Api:
             )  # fmt: skip
         began, columns = time.monotonic(), self._scheduler.engine.columns
         envelope = Envelope.new(form(self._served.tokenizer, asked.top), asked.model)
-        vocabulary = self._scheduler.engine.config.vocab_size
-        groups = [(ids, asked.requests(max(1, columns - len(ids)), default_limit, vocabulary)) for ids in prompts]
+        vocabulary, own = self._scheduler.engine.config.vocab_size, self._served.decoding
+        groups = [(ids, asked.requests(max(1, columns - len(ids)), default_limit, vocabulary, own)) for ids in prompts]
+        stop = asked.stop_strings(own.stop)
         try:
-            answer = Answer(self._scheduler, self._served.tokenizer, groups, asked.stop_strings, self._served.seconds)
+            answer = Answer(self._scheduler, self._served.tokenizer, groups, stop, self._served.seconds)
         except ValueError as error:
             field = "messages" if isinstance(asked, ChatRequest) else "prompt"
             raise BadRequestError(str(error), field, code="context_length_exceeded") from error
@@ -193,7 +197,8 @@ class Api:
         }  # fmt: skip
 
     async def _health(self, http: HttpRequest) -> Response:
-        return Response(status_code=200 if self._scheduler.alive else 503)
+        trouble = self._scheduler.trouble
+        return JSONResponse({"status": trouble or "ok"}, 200 if trouble is None else 503)
 
     async def _prometheus(self, http: HttpRequest) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")

@@ -1,11 +1,12 @@
 """What a client may ask for: the fields of OpenAI's completions and chat completions, and what they become.
 
 Fields that would change the answer and are not implemented are refused by name; a null is a field not given. Sampling
-options beyond OpenAI's have vLLM's names.
+options beyond OpenAI's have vLLM's names. One that is not given is as the server's own `Decoding` has it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
@@ -15,9 +16,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from jaxrl_post.rollout.decoding import MOST_LOGPROBS, Decoding, check_ids
 from jaxrl_post.rollout.step_records import Request
 
+AS_GIVEN = (
+    "temperature", "top_p", "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "ignore_eos",
+)  # fmt: skip
 MOST_CHOICES = 128
 MOST_STOPS = 16
 DEFAULT_COMPLETION_TOKENS = 16
+
+
+Json = dict[str, Any]
 
 
 class BadRequestError(Exception):
@@ -39,28 +47,29 @@ class Asked(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: float = Field(default=1.0, ge=0, le=100)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=-1)
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(default=1.0, gt=0, le=10)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
-    min_tokens: int = Field(default=0, ge=0)
-    ignore_eos: bool = False
-    stop_token_ids: list[int] = []
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
-    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] = []
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+    def stop_strings(self, own: Sequence[str]) -> tuple[str, ...]:
+        """The request's, or the server's own. Raises: BadRequestError."""
+        asked = own if self.stop is None else self.stop
+        strings = (asked,) if isinstance(asked, str) else tuple(asked)
         if not all(strings):
             raise BadRequestError("stop strings must have at least one character", "stop")
         return strings
@@ -70,30 +79,25 @@ class Asked(BaseModel):
         """Likeliest tokens to report beside the sampled one's log-prob; None reports neither."""
         raise NotImplementedError
 
-    def requests(self, room: int, default_limit: int, vocab_size: int) -> list[Request]:
+    def requests(self, room: int, default_limit: int, vocab_size: int, own: Decoding) -> list[Request]:
         """One for each of the n samples. `room` is what a slot has left after the prompt. Raises: BadRequestError."""
         limit = self.limit or min(default_limit, room)
         seed = secrets.randbits(32) if self.seed is None else self.seed % 2**32
-        decoding = self.decoding(vocab_size)
+        decoding = self.decoding(vocab_size, own)
         return [Request(limit, decoding, id=i, seed=seed) for i in range(self.n)]
 
-    def decoding(self, vocab_size: int) -> Decoding:
-        """Stop strings are looked for in the text, where what may begin one has to wait anyway."""
-        bias = self._by_id(vocab_size)
-        _checked_ids("stop_token_ids", self.stop_token_ids, vocab_size)
-        return Decoding(
-            temperature=self.temperature, top_k=max(self.top_k, 0), top_p=self.top_p, min_p=self.min_p,
-            min_tokens=self.min_tokens, repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty, logit_bias=bias,
-            stop_ids=tuple(self.stop_token_ids), ignore_eos=self.ignore_eos, top_logprobs=self.top or 0,
-        )  # fmt: skip
-
-    def _by_id(self, vocab_size: int) -> tuple[tuple[int, float], ...]:
-        if words := [key for key in self.logit_bias if not key.isdecimal()]:
-            raise BadRequestError(f"logit_bias: {words[0]!r} is not the number of a token", "logit_bias")
-        bias = tuple((int(key), value) for key, value in self.logit_bias.items())
-        _checked_ids("logit_bias", [token for token, _ in bias], vocab_size)
-        return bias
+    def decoding(self, vocab_size: int, own: Decoding) -> Decoding:
+        """What is asked for, and the server's own else. Stop strings are looked for in the text, where what may begin
+        one has to wait anyway."""
+        given: Json = {name: value for name in AS_GIVEN if (value := getattr(self, name)) is not None}
+        if self.top_k is not None:
+            given["top_k"] = max(self.top_k, 0)
+        if self.logit_bias is not None:
+            given["logit_bias"] = _by_id(self.logit_bias, vocab_size)
+        if self.stop_token_ids is not None:
+            _checked_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+            given["stop_ids"] = tuple(self.stop_token_ids)
+        return dataclasses.replace(own, **given, stop=(), top_logprobs=self.top or 0)
 
     @property
     def limit(self) -> int | None:
@@ -166,6 +170,14 @@ class ChatRequest(Asked):
             raise BadRequestError(f"chat_template_kwargs cannot hold {sorted(clash)}", "chat_template_kwargs")
         tools = self.tools if self.tool_choice == "auto" else None
         return self.chat_template_kwargs | ({"tools": tools} if tools else {})
+
+
+def _by_id(logit_bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if words := [key for key in logit_bias if not key.isdecimal()]:
+        raise BadRequestError(f"logit_bias: {words[0]!r} is not the number of a token", "logit_bias")
+    bias = tuple((int(key), value) for key, value in logit_bias.items())
+    _checked_ids("logit_bias", [token for token, _ in bias], vocab_size)
+    return bias
 
 
 def _checked_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:

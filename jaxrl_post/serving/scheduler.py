@@ -10,8 +10,10 @@ import collections
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
+from jaxrl_post.rollout.decoding import Decoding
 from jaxrl_post.rollout.step_programs import Weights
 from jaxrl_post.rollout.step_records import Burst, Prefix, Request
 from jaxrl_post.rollout.stepper import StepEngine
@@ -49,13 +51,22 @@ class Group:
 class Scheduler:
     """Start it, `submit` from any thread, `stop` it; it then finishes what it holds, unless told not to."""
 
-    def __init__(self, engine: StepEngine, weights: Weights, *, max_queue: int, budget: int = 512):
-        """`max_queue`: samples that may wait for a slot. `budget`: prompt tokens prefilled between decode calls."""
+    def __init__(
+        self,
+        engine: StepEngine,
+        weights: Weights,
+        *,
+        max_queue: int,
+        budget: int = 512,
+        warm_up: Decoding | None = None,
+    ):
+        """`max_queue`: samples that may wait for a slot. `budget`: prompt tokens prefilled between decode calls.
+        `warm_up`: how requests are decoded that must not wait for a compile; all programs are compiled first."""
         self.engine, self._weights, self._max_queue, self._budget = engine, weights, max_queue, budget
         self._groups: collections.deque[Group] = collections.deque()
         self._running: dict[int, tuple[Group, int]] = {}
         self._change = threading.Condition()
-        self._stopping, self._broken = False, False
+        self._stopping, self._broken, self._warm_up = False, False, warm_up
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
     @property
@@ -69,8 +80,13 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def alive(self) -> bool:
-        return self._thread.is_alive() and not self._broken
+    def trouble(self) -> str | None:
+        """Why requests are not answered now; None when they are. What comes during the warm-up waits in the queue."""
+        if self._broken:
+            return "the engine broke"
+        if self._stopping or not self._thread.is_alive():
+            return "the server shuts down" if self._stopping else "the server has not started"
+        return None if self._warm_up is None else "warming up: programs are being compiled"
 
     def start(self) -> None:
         self._thread.start()
@@ -108,6 +124,7 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
+            self._compile()
             while self._wait():
                 self._drop_cancelled()
                 self._admit()
@@ -118,6 +135,17 @@ class Scheduler:
             with self._change:
                 self._broken = True
                 self._break_off(EngineError(f"the engine broke: {type(error).__name__}"))
+
+    def _compile(self) -> None:
+        """The warm-up, unless the end comes first."""
+        if self._warm_up is None:
+            return
+        began = time.monotonic()
+        for tokens in self.engine.compile_all(self._weights, self._warm_up):
+            log.info("warm-up: prompts of up to %d tokens after %.0f s", tokens, time.monotonic() - began)
+            if self._stopping:
+                break
+        self._warm_up = None
 
     def _wait(self) -> bool:
         """Until there is work; False when there will be none."""

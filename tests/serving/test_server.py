@@ -1,6 +1,8 @@
 """The server, asked by the real openai client: answers are the engine's, nothing is lost, everything ends."""
 
 import asyncio
+import dataclasses
+import itertools
 import os
 import re
 import signal
@@ -15,7 +17,9 @@ import openai
 import pytest
 from tiny_server import COLUMNS, NAME, SLOTS, engine, policy, sampler, serving, until
 
+from jaxrl_post.rollout.decoding import Decoding
 from jaxrl_post.rollout.schedule import SampleOptions
+from jaxrl_post.serving.protocol import CompletionRequest, parse
 from jaxrl_post.types import StopReason
 
 
@@ -179,6 +183,79 @@ def test_a_seed_is_reproducible_and_none_is_fresh(client):
     assert len(free) == 3
 
 
+def test_what_a_request_does_not_say_is_as_the_server_has_it():
+    own = Decoding(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, min_tokens=2, repetition_penalty=1.2,
+                   presence_penalty=0.3, frequency_penalty=0.4, logit_bias=((65, 1.0),), bad_words=((1, 2),),
+                   stop_ids=(9,), ignore_eos=True, stop=("ab",))  # fmt: skip
+    silent = parse(CompletionRequest, {"model": NAME, "prompt": "x", "top_p": None})
+    assert silent.decoding(300, own) == dataclasses.replace(own, stop=())  # strings are looked for in the text
+    assert silent.stop_strings(own.stop) == ("ab",)
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "repetition_penalty": 1.0,
+               "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}, "stop_token_ids": [],
+               "ignore_eos": False, "stop": [], "logprobs": 3}  # fmt: skip
+    loud = parse(CompletionRequest, {"model": NAME, "prompt": "x"} | neutral)
+    assert loud.decoding(300, own) == Decoding(bad_words=((1, 2),), top_logprobs=3)
+    assert loud.stop_strings(own.stop) == ()
+
+
+def test_a_server_answers_with_its_own_options_where_none_are_named(client):
+    asked = {"model": NAME, "prompt": "Own", "max_tokens": 16}
+    text = client.completions.create(temperature=0, **asked).choices[0].text
+    end = text[2:4]
+    with (
+        serving(decoding=Decoding(temperature=0.0, stop=(end,))) as (url, _),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as own,
+    ):
+        silent = own.completions.create(**asked).choices[0]
+        assert (silent.text, silent.finish_reason) == (text[: text.index(end)], "stop")
+        assert own.completions.create(stop=[], **asked).choices[0].text == text
+        warm = own.completions.create(temperature=1, seed=3, stop=[], **asked).choices[0].text
+        assert warm == client.completions.create(seed=3, **asked).choices[0].text
+
+
+# The start.
+
+
+def test_health_is_503_until_all_is_compiled_and_what_came_before_is_answered(monkeypatch):
+    open_gate, decoded = threading.Event(), []
+
+    def compile_all(weights, decoding):
+        decoded.append(decoding)
+        open_gate.wait(60)
+        yield 1
+
+    monkeypatch.setattr(engine()[0], "compile_all", compile_all)
+    own = Decoding(temperature=0.0)
+    with serving(warm_up=own) as (url, scheduler), ThreadPoolExecutor(1) as pool:
+        health = httpx.get(f"{url}/health")
+        assert health.status_code == 503
+        assert health.json()["status"].startswith("warming up")
+        asked = {"model": NAME, "prompt": "q", "max_tokens": 4}
+        early = pool.submit(lambda: httpx.post(f"{url}/v1/completions", json=asked, timeout=60))
+        until(lambda: scheduler.queued == 1)
+        assert not early.done()
+        open_gate.set()
+        assert early.result().status_code == 200
+        health = httpx.get(f"{url}/health")
+        assert (health.status_code, health.json()) == (200, {"status": "ok"})
+    assert decoded == [own]
+
+
+def test_an_end_during_the_warm_up_is_an_end(monkeypatch):
+    compiled = []
+
+    def compile_all(weights, decoding):
+        for length in itertools.count(1):
+            time.sleep(0.01)
+            compiled.append(length)
+            yield length
+
+    monkeypatch.setattr(engine()[0], "compile_all", compile_all)
+    with serving(warm_up=Decoding()) as (_, scheduler):
+        until(lambda: compiled)
+    assert scheduler.trouble == "the server shuts down"
+
+
 # Refusals.
 
 
@@ -332,8 +409,9 @@ def test_a_broken_engine_answers_with_errors_and_health_says_so(monkeypatch):
     with serving() as (url, scheduler):
         monkeypatch.setattr(engine()[0], "generate", broken)
         assert httpx.post(f"{url}/v1/completions", json={"model": NAME, "prompt": "x"}, timeout=60).status_code == 500
-        until(lambda: not scheduler.alive)
-        assert httpx.get(f"{url}/health").status_code == 503
+        until(lambda: scheduler.trouble == "the engine broke")
+        health = httpx.get(f"{url}/health")
+        assert (health.status_code, health.json()) == (503, {"status": "the engine broke"})
         assert httpx.post(f"{url}/v1/completions", json={"model": NAME, "prompt": "x"}, timeout=60).status_code == 503
     for slot in range(SLOTS):
         engine()[0].free(slot)
@@ -342,6 +420,7 @@ def test_a_broken_engine_answers_with_errors_and_health_says_so(monkeypatch):
 def test_sigterm_lets_a_stream_end_and_exits_with_0(tmp_path):
     environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
     words = ["serve", "configs/tiny/grpo.yaml", "--port", "0", "--context", "256", "--slots", "2", "--name", NAME]
+    words += ["--no-warm-up"]
     with subprocess.Popen(
         [sys.executable, "-m", "launch", *words], stderr=subprocess.PIPE, text=True, env=environment
     ) as process:

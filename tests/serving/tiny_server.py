@@ -8,6 +8,7 @@ import time
 from jaxrl_post import recipes
 from jaxrl_post.loops.policy import load_policy
 from jaxrl_post.rollout.sampler import Sampler
+from jaxrl_post.rollout.step_records import PLAIN
 from jaxrl_post.rollout.stepper import StepEngine
 from jaxrl_post.serving.openai_api import Served
 from jaxrl_post.serving.scheduler import Scheduler
@@ -41,17 +42,24 @@ def engine():
 
 
 @contextlib.contextmanager
-def serving(max_queue=256, seconds=300.0, key=None):
+def serving(max_queue=256, seconds=300.0, key=None, decoding=PLAIN, warm_up=None):
     """(base URL, scheduler) of a server that ends with the context."""
     made, weights = engine()
-    scheduler = Scheduler(made, weights, max_queue=max_queue)
-    app = application(Served(NAME, policy().tokenizer, "Say it.", seconds), scheduler, key)
+    scheduler = Scheduler(made, weights, max_queue=max_queue, warm_up=warm_up)
+    app = application(Served(NAME, policy().tokenizer, "Say it.", seconds, decoding), scheduler, key)
+    with listening(app) as url:
+        yield url, scheduler
+
+
+@contextlib.contextmanager
+def listening(app):
+    """The base URL of an application while the context lasts."""
     sock, servers = listen("127.0.0.1", 0), []
     thread = threading.Thread(target=run, args=(app, sock, servers.append))
     thread.start()
     try:
         until(lambda: servers and servers[0].started)
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}", scheduler
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         servers[0].should_exit = True
         thread.join(60)
