@@ -23,6 +23,7 @@ from jaxrl_post import yaml12
 from jaxrl_post.config import Config
 from jaxrl_post.config_offline import OfflineConfig, config_class, defaults
 from jaxrl_post.recipe_errors import Problem, explain
+from jaxrl_post.recipe_secrets import refusal, secret_at, without_secret
 from jaxrl_post.yaml12 import Keys
 
 MAX_BYTES = 1 << 20
@@ -48,6 +49,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config | OfflineCon
     for keys, value, text in _parse_overrides(overrides):
         tree = _assign(tree, keys, value, text)
         origins[keys] = f"override {text}"
+    if secrets := list(secret_at(tree)):
+        raise RecipeError(f"{path}: {refusal(secrets)}")
     try:
         # JSON in strict mode: a list may become a tuple and an integer a float, but text never becomes a number.
         return config_class(tree).model_validate_json(json.dumps(_interpolate(tree, path)), strict=True)
@@ -109,6 +112,7 @@ def _parse_overrides(overrides: Sequence[str]) -> Iterator[tuple[Keys, Any, str]
     seen: dict[Keys, str] = {}
     for text in overrides:
         name, equals, value = text.partition("=")
+        text = without_secret(text)
         if not equals or not KEY.fullmatch(name):
             raise RecipeError(f"override {text!r}: write section.key=value, without spaces around the = or dashes")
         keys = tuple(name.split("."))

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl_post.models.config import ModelConfig, to_huggingface
 from jaxrl_post.models.decoder import Params
-from jaxrl_post.models.folders import new_folder
+from jaxrl_post.models.folders import inside, new_folder
 from jaxrl_post.models.huggingface import expected_shapes, parameter_name, read_raw_config
 from jaxrl_post.models.shards import INDEX, SINGLE, write_tensors
 from jaxrl_post.models.tensor_names import Tensor, tensors_of
@@ -45,7 +45,8 @@ def save_params(
       max_shard_bytes: tensors are spread over files of at most this size (a larger tensor has its own), with an index
         when there is more than one.
 
-    Raises: ValueError for a folder that is in use, another dtype, or parameters that are not this config's.
+    Raises: ValueError for a folder that is in use, another dtype, parameters that are not this config's, and a
+    tokenizer's file that is a link out of `source`.
     """
     dtype = dtype or config.param_dtype
     if dtype not in ("float32", "bfloat16"):
@@ -64,7 +65,7 @@ def save_params(
         _write_json(partial / "config.json", raw)
         for path in (source / name for name in COMPANIONS if source is not None):
             if path.is_file():
-                shutil.copyfile(path, partial / path.name)
+                shutil.copyfile(inside(path.parent, path.name), partial / path.name)
         _write_tensors(partial, flat, where, _shards(shapes, jnp.dtype(dtype).itemsize, max_shard_bytes), dtype)
 
 

@@ -14,6 +14,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jaxrl_post.models.folders import inside
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.npz", "*.npy")
 MAX_INDEX = 1 << 28  # bytes
@@ -29,11 +31,11 @@ def open_tensors(folder: Path) -> dict[str, TensorSlice]:
         or truncated file, or an index that disagrees with its shards.
     """
     if (folder / SINGLE).exists():
-        return _open_file(_inside(folder, SINGLE))
+        return _open_file(_weight_file(folder, SINGLE))
     if not (folder / INDEX).is_file():
         raise ValueError(_nothing_to_read(folder))
     listed = _read_index(folder / INDEX)
-    paths = {file: _inside(folder, file) for file in sorted(set(listed.values()))}
+    paths = {file: _weight_file(folder, file) for file in sorted(set(listed.values()))}
     shards = {file: _open_file(path) for file, path in paths.items()}
     here = {(name, file) for file, tensors in shards.items() for name in tensors}
     if here != set(listed.items()):
@@ -79,28 +81,11 @@ def _read_index(path: Path) -> dict[str, str]:
     return listed
 
 
-def _inside(folder: Path, name: str) -> Path:
-    """The path of a weight file, once it is known to lie in the folder, links followed.
-
-    The one layout that links elsewhere and is accepted is the Hugging Face cache: snapshots/REVISION/ -> blobs/.
-    """
+def _weight_file(folder: Path, name: str) -> Path:
+    """The path of a weight file, as `inside`."""
     if not name.endswith(".safetensors") or "\0" in name:
         raise ValueError(f"{folder / INDEX} lists {name!r}: only .safetensors files are read")
-    roots = [folder.resolve()]
-    if folder.resolve().parent.name == "snapshots":
-        roots.append(folder.resolve().parent.parent / "blobs")
-    lexical = Path(name)
-    try:
-        target = (folder / name).resolve()
-        target.exists()
-    except (OSError, ValueError) as error:  # a name too long, or no text of this file system
-        raise ValueError(f"{folder / INDEX} lists {name[:80]!r}, which names no file: {error!r:.200}") from None
-    if lexical.is_absolute() or ".." in lexical.parts or not any(target.is_relative_to(root) for root in roots):
-        raise ValueError(
-            f"{folder}: weight file {name!r} is no plain path inside the folder (it leads to {target}) and was not "
-            "opened; put the file itself into the folder"
-        )
-    return folder / name
+    return inside(folder, name)
 
 
 def _nothing_to_read(folder: Path) -> str:
