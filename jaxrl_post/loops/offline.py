@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from jaxrl_post.loops.network import initial_params
 from jaxrl_post.loops.offline_job import OfflineJob, build
 from jaxrl_post.loops.offline_learner import OfflineLearner
 from jaxrl_post.loops.offline_reference import reference_scores
+from jaxrl_post.loops.out_of_memory import memory_explained
 from jaxrl_post.loops.run_folder import check_processes, due, last_step, reporting, write_config
 from jaxrl_post.loops.saving import Saves
 from jaxrl_post.loops.stopping import STOPPED, Stop
@@ -49,7 +51,8 @@ def run(config: OfflineConfig) -> None:
     stream = Stream(job.examples, config.data.examples_per_step, config.seed, config.data.shuffle)
     check_processes(config, stream, job.network.mesh)
     teachers.load()
-    state = _start(job, checkpoints, learner, stream, saves, done)
+    with memory_explained(config, job.network, learner.shape.rows, Phases()) as phases, phases("start"):
+        state = _start(job, checkpoints, learner, stream, saves, done)
     write_config(config, run_dir)
 
     with (
@@ -57,10 +60,11 @@ def run(config: OfflineConfig) -> None:
         CompileCounter() as compiles,
         Watchdog(config.watchdog_minutes) as watchdog,
         Stop() as stop,
+        contextlib.closing(checkpoints),
+        memory_explained(config, job.network, learner.shape.rows, Phases(watchdog.enter)) as phases,
     ):
         for line in introduction(config, job.network, state, learner.shape.rows, _data(job), done):
             progress.note(line)
-        phases = Phases(watchdog.enter)
         if job.held_out and not done:
             writer.write(0, _note(progress, learner.evaluate(state.params, job.held_out, phases)))
             phases.collect()
@@ -83,7 +87,7 @@ def run(config: OfflineConfig) -> None:
             if stopping:
                 progress.note(STOPPED.format(step=step))
                 break
-        checkpoints.close()
+        checkpoints.wait()
         if is_first():
             plot_curves(run_dir / METRICS, run_dir / CURVE, OFFLINE)
         if not stopping:

@@ -25,6 +25,7 @@ from jaxrl_post.loops.job import Job, build
 from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.measures import Metrics, part_metrics, sample_metrics, speed_metrics
 from jaxrl_post.loops.network import initial_params, rollout_params
+from jaxrl_post.loops.out_of_memory import memory_explained
 from jaxrl_post.loops.run_folder import check_processes, due, last_step, reporting, write_config
 from jaxrl_post.loops.saving import Saves
 from jaxrl_post.loops.stopping import STOPPED, Stop
@@ -67,7 +68,8 @@ def run(config: Config) -> None:
     taught = TaughtAdvantages(job, distillation, teachers, learner) if distillation else None
     credit = Credit(job, sampler, learner, critic, taught)
     teachers.load()
-    state = _start(job, checkpoints, learner, gather, credit, critic, saves, done)
+    with memory_explained(config, network, learner.shape, Phases()) as phases, phases("start"):
+        state = _start(job, checkpoints, learner, gather, credit, critic, saves, done)
     write_config(config, run_dir)
 
     with (
@@ -75,11 +77,13 @@ def run(config: Config) -> None:
         CompileCounter() as compiles,
         Watchdog(config.watchdog_minutes) as watchdog,
         Stop() as stop,
+        contextlib.closing(checkpoints),
         contextlib.closing(job.reward),
+        memory_explained(config, network, learner.shape, Phases(watchdog.enter)) as phases,
     ):
         for line in introduction(config, job.network, state, learner.shape, _data(job), done):
             progress.note(line)
-        phases, alerts = Phases(watchdog.enter), Alerts(config.alerts)
+        alerts = Alerts(config.alerts)
         if config.evaluation.enabled and job.held_out and not done:
             writer.write(0, _note(progress, evaluate(job, sampler, state.params)))
             phases.collect()
@@ -122,7 +126,7 @@ def run(config: Config) -> None:
             if stopping:
                 progress.note(STOPPED.format(step=step))
                 break
-        checkpoints.close()
+        checkpoints.wait()
         if is_first():
             plot_curves(run_dir / METRICS, run_dir / "reward.png", ONLINE)
         if not stopping:

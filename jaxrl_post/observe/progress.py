@@ -39,7 +39,7 @@ class Phases:
     """
 
     def __init__(self, entered: Callable[[str], None] = lambda phase: None) -> None:
-        self._entered, self._current = entered, BETWEEN
+        self._entered, self._current, self._broken = entered, BETWEEN, ""
         self._seconds: dict[str, float] = {}
         self._since = time.perf_counter()
 
@@ -50,10 +50,18 @@ class Phases:
         self._entered(name)
         try:
             yield
+        except BaseException:
+            self._broken = self._broken or name
+            raise
         finally:
             self._current = around
             self._entered(around)
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    @property
+    def broken(self) -> str:
+        """The innermost phase that an exception has ended; empty for none."""
+        return self._broken
 
     def collect(self) -> dict[str, float]:
         """`timing_s/{phase}` of every phase, and `timing_s/step`, all the time since the last call; starts afresh."""
