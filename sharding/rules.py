@@ -10,12 +10,13 @@ import difflib
 import math
 from collections.abc import Mapping
 
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from sharding.mesh import AXES, BATCH_AXES
 
 MeshAxes = tuple[str, ...]
 LogicalAxes = tuple[str | None, ...]
+AnyMesh = Mesh | AbstractMesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ TRAIN = Rules(
 ROLLOUT = dataclasses.replace(TRAIN, embed=())
 
 
-def partition_spec(axes: LogicalAxes, shape: tuple[int, ...], rules: Rules, mesh: Mesh, name: str) -> PartitionSpec:
+def partition_spec(axes: LogicalAxes, shape: tuple[int, ...], rules: Rules, mesh: AnyMesh, name: str) -> PartitionSpec:
     """The spec of one array.
 
     Args:
@@ -91,7 +92,7 @@ def partition_spec(axes: LogicalAxes, shape: tuple[int, ...], rules: Rules, mesh
     return PartitionSpec(*(cut[0] if len(cut) == 1 else cut or None for cut in cuts))
 
 
-def _wide(rules: Rules, logical: str | None, mesh: Mesh, name: str, dim: int) -> MeshAxes:
+def _wide(rules: Rules, logical: str | None, mesh: AnyMesh, name: str, dim: int) -> MeshAxes:
     """The mesh axes of size > 1 that cut a dim."""
     try:
         return tuple(axis for axis in rules.mesh_axes(logical) if mesh.shape[axis] > 1)
@@ -99,7 +100,7 @@ def _wide(rules: Rules, logical: str | None, mesh: Mesh, name: str, dim: int) ->
         raise ValueError(f"{name}, dim {dim}: {error}") from None
 
 
-def _check_collisions(cuts: list[MeshAxes], axes: LogicalAxes, mesh: Mesh, name: str) -> None:
+def _check_collisions(cuts: list[MeshAxes], axes: LogicalAxes, mesh: AnyMesh, name: str) -> None:
     owner: dict[str, int] = {}
     for dim, cut in enumerate(cuts):
         for axis in cut:
@@ -111,7 +112,7 @@ def _check_collisions(cuts: list[MeshAxes], axes: LogicalAxes, mesh: Mesh, name:
                 )
 
 
-def _check_divides(dim: int, cut: MeshAxes, logical: str | None, size: int, mesh: Mesh, name: str) -> None:
+def _check_divides(dim: int, cut: MeshAxes, logical: str | None, size: int, mesh: AnyMesh, name: str) -> None:
     sizes: Mapping[str, int] = {axis: mesh.shape[axis] for axis in cut}
     ways = math.prod(sizes.values())
     if size % ways == 0:

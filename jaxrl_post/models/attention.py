@@ -6,6 +6,8 @@ X queries of a key head: its H/K query heads by T.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -34,20 +36,24 @@ def attend(q_BTHN: jax.Array, k_BKCN: jax.Array, v_BKCN: jax.Array, mask_BTC: ja
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, N)
 
 
-def packed_mask(query_T: jax.Array, segments_BT: jax.Array, branches_BT: jax.Array) -> jax.Array:
-    """Who sees whom in packed rows, bool [B, len(query_T), T] for the query columns `query_T`.
+class Columns(NamedTuple):
+    """Of some columns of packed rows: their numbers int [C], and segments and branches int [B, C]."""
+
+    number: Any
+    segments: Any
+    branches: Any
+
+
+def visible(queries: Columns, keys: Columns) -> jax.Array:
+    """Who sees whom in packed rows, bool [B, queries, keys].
 
     A token sees the columns up to its own that lie in its segment and belong to the segment's trunk (branch 0) or to
     its own branch. Segment 0 is padding: it sees nothing and nothing sees it.
     """
-    segment, branch = (
-        jnp.take(segments_BT, query_T, axis=1)[..., None],
-        jnp.take(branches_BT, query_T, axis=1)[..., None],
-    )
-    column = jnp.arange(segments_BT.shape[1])
-    causal = column[None, None, :] <= query_T[None, :, None]
-    same = (segment == segments_BT[:, None]) & (segment > 0)
-    return causal & same & ((branches_BT[:, None] == 0) | (branch == branches_BT[:, None]))
+    segment, branch = queries.segments[..., None], queries.branches[..., None]
+    causal = keys.number[None, None, :] <= queries.number[None, :, None]
+    same = (segment == keys.segments[:, None]) & (segment > 0)
+    return causal & same & ((keys.branches[:, None] == 0) | (branch == keys.branches[:, None]))
 
 
 def packed_attention(
@@ -56,11 +62,12 @@ def packed_attention(
     """Causal attention inside packed rows; long rows go through a loop over blocks of queries, [T, T] never exists."""
     k, v = k_BTKN.swapaxes(1, 2), v_BTKN.swapaxes(1, 2)
     T = q_BTHN.shape[1]
+    keys = Columns(jnp.arange(T), segments_BT, branches_BT)
 
     def block(start: jax.Array | int, size: int) -> jax.Array:
-        query = start + jnp.arange(size)
-        mask = packed_mask(query, segments_BT, branches_BT)
-        return attend(lax.dynamic_slice_in_dim(q_BTHN, start, size, axis=1), k, v, mask)
+        cut = lambda x: lax.dynamic_slice_in_dim(x, start, size, axis=1)
+        queries = Columns(start + jnp.arange(size), cut(segments_BT), cut(branches_BT))
+        return attend(cut(q_BTHN), k, v, visible(queries, keys))
 
     if T <= QUERY_CHUNK or T % QUERY_CHUNK:
         return block(0, T)

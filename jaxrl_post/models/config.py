@@ -77,6 +77,8 @@ class ModelConfig:
     scan_layers: bool = True
     """One layer compiled and looped over, or all of them in a row: longer to compile, faster on CPUs."""
     moe: Experts | None = None
+    sequence_attention: Literal["ring", "ulysses"] = "ring"
+    """How attention reaches columns on other devices where rows are cut along time (`models.sequence`)."""
 
     @property
     def qkv_bias(self) -> bool:

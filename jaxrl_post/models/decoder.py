@@ -9,6 +9,7 @@ Layers are stacked on a leading axis and scanned. Each weight declares shape, lo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,16 +17,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from jaxrl_post.models import moe, rope
+from jaxrl_post.models import moe, rope, sequence
 from jaxrl_post.models.attention import packed_attention
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.moe import Routing
-from jaxrl_post.models.placement import ANYWHERE, Placement
+from jaxrl_post.models.placement import ANYWHERE, SEQUENCE, Placement
 from jaxrl_post.models.product import product
 
 Params = dict[str, Any]
 Layer = dict[str, jax.Array]
+Rows = tuple[jax.Array, jax.Array, jax.Array]  # positions, segments, branches [B, T]
 State = Any
 MLP = Callable[[Layer, jax.Array, jax.Array | None], tuple[jax.Array, Routing | None]]
 
@@ -101,19 +104,56 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Routing | None]:
         """`hidden`, and what the routers of all layers said, with a leading L; None of a model without experts.
 
-        With choices (integers) tokens go to these experts, not to those the routers would choose now.
+        With choices (integers) tokens go to these experts, not to those the routers would choose now. Where time is cut
+        over devices, each runs its own columns, and only attention looks further (`models.sequence`).
+
+        Raises: ValueError for rows that cannot be cut so.
         """
+        x_BTD, rows = place(self._embed(tokens_BT)), (positions_BT, segments_BT, branches_BT)
+        if place.parts == 1:
+            return self._packed(x_BTD, rows, place, choices_LBTk, packed_attention)
+        kind, (graphdef, params) = self.config.sequence_attention, split(self)
+        sequence.check_length(kind, tokens_BT.shape[1], place.parts)
+        arrange = lambda axis: functools.partial(sequence.arrange, kind, axis=axis)
+        restore = lambda axis: functools.partial(sequence.restore, kind, axis=axis)
+
+        def local(params: Params, columns: Any, choices_LBTk: jax.Array | None) -> tuple[jax.Array, Routing | None]:
+            x_BTD, rows = jax.tree.map(arrange(1), columns)
+            choices_LBTk = jax.tree.map(arrange(2), choices_LBTk)
+            decoder, attention = nnx.merge(graphdef, params), sequence.attention(kind)
+            x_BTD, routing = decoder._packed(x_BTD, rows, place.within(), choices_LBTk, attention)
+            return restore(1)(x_BTD), jax.tree.map(restore(2), routing)
+
+        assert place.rows is not None
+        columns, of_layers = PartitionSpec(None, SEQUENCE), PartitionSpec(None, None, SEQUENCE)
+        return jax.shard_map(
+            local,
+            mesh=place.rows.mesh,
+            in_specs=(PartitionSpec(), columns, of_layers),
+            out_specs=(columns, of_layers),
+            axis_names={SEQUENCE},
+            check_vma=False,
+        )(params, (x_BTD, rows), choices_LBTk)
+
+    def _packed(
+        self,
+        x_BTD: jax.Array,
+        rows: Rows,
+        place: Placement,
+        choices_LBTk: jax.Array | None,
+        attention: sequence.Attention,
+    ) -> tuple[jax.Array, Routing | None]:
+        positions_BT, segments_BT, branches_BT = rows
         cos, sin = rope.phases(self.config, positions_BT)
         mlp = self._mlp(place)
 
         def layer(x_BTD: jax.Array, of_layer: tuple[Layer, jax.Array | None]) -> tuple[jax.Array, Routing | None]:
             w, choices_BTk = of_layer
             q, k, v = self._qkv(w, x_BTD, cos, sin)
-            attended_BTHN = packed_attention(q, k, v, segments_BT, branches_BT)
+            attended_BTHN = attention(q, k, v, segments_BT, branches_BT)
             return self._finish(w, x_BTD, attended_BTHN, mlp, choices_BTk)
 
         layer = _remat(layer, self.config)
-        x_BTD = place(self._embed(tokens_BT))
         if self.config.scan_layers:
             x_BTD, routing = lax.scan(layer, x_BTD, (self.stacked(), choices_LBTk))
         else:
@@ -139,7 +179,7 @@ class Decoder(nnx.Module):
         """
         stacks, tree = jax.tree.flatten(self.stacked())
         cut = [lax.split(w, (1,) * self.config.layers) for w in stacks]
-        return tuple(tree.unflatten([w[0] for w in of_layer]) for of_layer in zip(*cut, strict=True))
+        return tuple(jax.tree.unflatten(tree, [w[0] for w in of_layer]) for of_layer in zip(*cut, strict=True))
 
     def through(
         self,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_post.models.config import Experts
 from jaxrl_post.models.placement import Placement
@@ -120,8 +120,7 @@ def _shared(w: Weights, h_BTD: jax.Array) -> jax.Array:
 
 def _on_mesh(moe: Experts, placed: NamedSharding) -> Mixture:
     """`_routed` of each device's own rows, its weights gathered but for the experts that others hold."""
-    mesh, rows = placed.mesh, placed.spec
-    assert isinstance(mesh, Mesh)
+    mesh, rows = placed.mesh, placed.spec  # an AbstractMesh where an outer program is manual over other axes
     manual = {axis for cut in rows for axis in ((cut,) if isinstance(cut, str) else cut or ())}
 
     def spec(name: str, w: jax.Array) -> PartitionSpec:

@@ -6,7 +6,9 @@ import dataclasses
 
 import jax
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
+
+SEQUENCE = "sequence"  # the mesh axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +24,18 @@ class Placement:
         instead of the weights, which are smaller.
         """
         return x_BTD if self.rows is None else lax.with_sharding_constraint(x_BTD, self.rows)
+
+    @property
+    def parts(self) -> int:
+        """Devices that time is cut over."""
+        if self.rows is None or tuple(self.rows.spec[1:2]) != (SEQUENCE,):
+            return 1
+        return self.rows.mesh.shape[SEQUENCE]
+
+    def within(self) -> Placement:
+        """The placement to a program that is manual over `sequence`: what is left to the compiler."""
+        assert self.rows is not None
+        return Placement(NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*self.rows.spec[:1])))
 
 
 ANYWHERE = Placement()

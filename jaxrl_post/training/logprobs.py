@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from jaxrl_post.models.decoder import Decoder
-from jaxrl_post.models.placement import ANYWHERE, Placement
+from jaxrl_post.models.decoder import Decoder, Params, split
+from jaxrl_post.models.placement import ANYWHERE, SEQUENCE, Placement
 from jaxrl_post.objectives.reductions import live
 
 
@@ -39,16 +41,54 @@ def token_logprobs(
     carries one only with `entropy_gradient`. `place` is that of `Decoder.hidden`. Raises: ValueError unless
     `temperature` and `chunk` are positive.
     """
-    x_BMD = hidden_at(decoder, tokens_BT, positions_BT, segments_BT, branches_BT, source_BM, place)
-    return chunked_logprobs(
-        decoder.logits,
-        x_BMD,
-        target_BM,
-        mask_BM,
-        temperature=temperature,
-        chunk=chunk,
-        entropy_gradient=entropy_gradient,
-    )
+    x_BTD = decoder.hidden(tokens_BT, positions_BT, segments_BT, branches_BT, place)
+    options = {"temperature": temperature, "chunk": chunk, "entropy_gradient": entropy_gradient}
+    return target_logprobs(decoder, x_BTD, source_BM, target_BM, mask_BM, place, **options)
+
+
+def target_logprobs(
+    decoder: Decoder,
+    x_BTD: jax.Array,
+    source_BM: jax.Array,
+    target_BM: jax.Array,
+    mask_BM: jax.Array,
+    place: Placement,
+    *,
+    chunk: int,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """`token_logprobs` from hidden states; options are those of `chunked_logprobs`.
+
+    Where time is cut over s devices, so are the targets: each takes every s-th, live ones being in front, and gathers
+    the states of its rows for them once: of a width of D, about as much as a ring sends in two layers.
+    """
+    if (s := place.parts) == 1:
+        return chunked_logprobs(
+            decoder.logits, at_targets(x_BTD, source_BM), target_BM, mask_BM, chunk=chunk, **options
+        )
+    graphdef, params = split(decoder)
+    M = target_BM.shape[1]
+    dealt = lambda x_BM: jnp.pad(x_BM, ((0, 0), (0, -M % s))).reshape(len(x_BM), -1, s)
+
+    def local(params: Params, x_BtD: jax.Array, *dealt: jax.Array) -> tuple[jax.Array, jax.Array]:
+        source_BM, target_BM, mask_BM = (x[..., 0] for x in dealt)
+        x_BMD = at_targets(lax.all_gather(x_BtD, SEQUENCE, axis=1, tiled=True), source_BM)
+        anyones_BM = lax.pmax(mask_BM.astype(jnp.int32), SEQUENCE) > 0
+        logits = nnx.merge(graphdef, params).logits
+        said = chunked_logprobs(logits, x_BMD, target_BM, mask_BM, chunk=-(-chunk // s), live_BM=anyones_BM, **options)
+        return jax.tree.map(lambda x: x[..., None], said)
+
+    assert place.rows is not None
+    targets = PartitionSpec(None, None, SEQUENCE)
+    said = jax.shard_map(
+        local,
+        mesh=place.rows.mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(None, SEQUENCE), targets, targets, targets),
+        out_specs=(targets, targets),
+        axis_names={SEQUENCE},
+        check_vma=False,
+    )(params, x_BTD, dealt(source_BM), dealt(target_BM), dealt(mask_BM))
+    return jax.tree.map(lambda x: x.reshape(len(x), -1)[:, :M], said)
 
 
 def hidden_at(
@@ -78,8 +118,12 @@ def chunked_logprobs(
     temperature: float,
     chunk: int,
     entropy_gradient: bool = False,
+    live_BM: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`target_stats` of logits(x), [B, C, V] at a time in both passes; chunks without live targets are not computed."""
+    """`target_stats` of logits(x), [B, C, V] at a time in both passes; chunks without live targets are not computed.
+
+    `live_BM` says which targets keep a chunk from being skipped, where devices must agree; null is the mask.
+    """
     if temperature <= 0 or chunk <= 0:
         raise ValueError(f"temperature={temperature} and chunk={chunk} must both be positive")
 
@@ -87,19 +131,25 @@ def chunked_logprobs(
         logp_BC, entropy_BC = target_stats(logits(x_BCD), target_BC, temperature, entropy_gradient)
         return live(logp_BC, mask_BC), live(entropy_BC, mask_BC)
 
-    return in_chunks(compute, (x_BMD, target_BM), mask_BM, chunk)
+    return in_chunks(compute, (x_BMD, target_BM), mask_BM, chunk, live_BM)
 
 
-def in_chunks(compute: Callable[..., Any], inputs: tuple[jax.Array, ...], mask_BM: jax.Array, chunk: int) -> Any:
+def in_chunks(
+    compute: Callable[..., Any],
+    inputs: tuple[jax.Array, ...],
+    mask_BM: jax.Array,
+    chunk: int,
+    live_BM: jax.Array | None = None,
+) -> Any:
     """`compute(*inputs, mask)`, a tree of [B, C], on C = `chunk` targets at a time, as a tree of [B, M].
 
     What it makes in between lives for one chunk, in the backward pass too, where it is made again. Chunks without live
-    targets are not computed and give 0.
+    targets, those of the mask unless told otherwise, are not computed and give 0.
     """
     B, M = mask_BM.shape
     chunk = min(chunk, M)
 
-    def split(x: jax.Array) -> jax.Array:
+    def cut(x: jax.Array) -> jax.Array:
         padded = jnp.pad(x, ((0, 0), (0, -M % chunk)) + ((0, 0),) * (x.ndim - 2))
         return jnp.moveaxis(padded.reshape(B, -1, chunk, *x.shape[2:]), 1, 0)
 
@@ -114,8 +164,8 @@ def in_chunks(compute: Callable[..., Any], inputs: tuple[jax.Array, ...], mask_B
         inputs_BC, mask_BC, any_live = part
         return None, lax.cond(any_live, compute, skip, *inputs_BC, mask_BC)
 
-    mask_nBC = split(mask_BM)
-    _, made = lax.scan(step, None, (tuple(map(split, inputs)), mask_nBC, mask_nBC.any(axis=(1, 2))))
+    any_n = cut(mask_BM if live_BM is None else live_BM).any(axis=(1, 2))
+    _, made = lax.scan(step, None, (tuple(map(cut, inputs)), cut(mask_BM), any_n))
     return jax.tree.map(join, made)
 
 

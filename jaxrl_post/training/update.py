@@ -18,7 +18,7 @@ from jaxrl_post.config_model import Mixture
 from jaxrl_post.models.moe import Routing
 from jaxrl_post.models.placement import Placement
 from jaxrl_post.training import routing
-from jaxrl_post.training.logprobs import at_targets, chunked_logprobs
+from jaxrl_post.training.logprobs import target_logprobs
 from jaxrl_post.training.loss import Scalars, Tally, TokenLoss, combine, summarize
 from jaxrl_post.training.optimizer import Optimizer, clip
 from jaxrl_post.training.packing import POSITION_FIELDS, PackShape, empty_batch
@@ -247,11 +247,13 @@ def _logprobs(
     """As `logprobs.token_logprobs`, and the routing."""
     decoder, rows = nnx.merge(graphdef, params), routing.parts(micro)[0]
     x_BTD, routed = routing.routed_rows(decoder, micro, place)
-    logp_BM, entropy_BM = chunked_logprobs(
-        decoder.logits,
-        at_targets(x_BTD, rows.source),
+    logp_BM, entropy_BM = target_logprobs(
+        decoder,
+        x_BTD,
+        rows.source,
         rows.target,
         rows.mask,
+        place,
         temperature=temperature,
         chunk=chunk,
         entropy_gradient=entropy_gradient,
