@@ -53,6 +53,7 @@ class Checkpointer:
         if keep_last < 1:
             raise ValueError(f"keep_last={keep_last}: keep at least 1 checkpoint")
         self._folder = epath.Path(folder) if "://" in str(folder) else epath.Path(Path(folder).absolute())
+        logging.getLogger("absl").addFilter(_worth_showing)
         self._kept = _Kept(keep_last)
         self._saving = -1  # the newest step whose save began
         self._manager = ocp.CheckpointManager(
@@ -149,7 +150,7 @@ class Checkpointer:
     def _remove_unfinished(self) -> None:
         if jax.process_index() == 0:
             for path in self._unfinished():
-                log.warning("removing %s: its save was killed", path)
+                log.warning("removing %s: its save did not finish", path)
                 path.rmtree()
         ocp.multihost.sync_global_processes("unfinished checkpoints removed")
         self._manager.reload()
@@ -185,7 +186,14 @@ class Checkpointer:
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    """On one line; of a long text the ends, for tensorstore puts what went wrong behind two paths."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= 240 else f'{text[:60]} … {text[-160:]}'}"
+
+
+def _worth_showing(record: logging.LogRecord) -> bool:
+    """Not the tracebacks that Orbax's threads write of errors which reach us anyway, one for each thread."""
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
 
 def _is_complete(path: epath.Path) -> bool:

@@ -119,8 +119,9 @@ FULL_DISK = """
 
 
 def test_a_full_disk_leaves_the_step_before_and_says_so_in_one_line(tmp_path):
-    said, after = run_python(FULL_DISK, tmp_path, devices=1).splitlines()
+    said, after = run_python(FULL_DISK, tmp_path, devices=1, no_errors="Traceback").splitlines()
     assert said.startswith(f"1 step 2 was not saved in {tmp_path} (")
+    assert "File too large" in said
     assert "step 1 is whole, and a restart goes on from it" in said
     assert (after, [path.name for path in tmp_path.iterdir()]) == ("2", ["2"])
 
@@ -373,9 +374,11 @@ def test_nothing_on_disk_is_a_pickle(checkpointer, tmp_path):
     assert json.loads((tmp_path / "checkpoints/1/host/metadata").read_text()) == HOST
 
 
-def run_python(code, *arguments, devices):
+def run_python(code, *arguments, devices, no_errors=None):
+    """What it prints; `no_errors` is what must not be on standard error."""
     environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+    assert no_errors is None or no_errors not in done.stderr
     return done.stdout

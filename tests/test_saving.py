@@ -1,8 +1,13 @@
 """When a run saves: hand-made clocks and metrics."""
 
+import contextlib
+
 import pytest
 
+from jaxrl_post import recipes
+from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.config_checkpoint import Checkpoint
+from jaxrl_post.loops.online import run
 from jaxrl_post.loops.saving import Saves
 
 
@@ -84,3 +89,28 @@ def test_a_metric_that_never_comes_is_an_error(saves):
 def test_a_time_that_cannot_be(before):
     with pytest.raises(ValueError, match="before"):
         Checkpoint(before=before)
+
+
+def train(run_dir, *overrides):
+    """The tiny recipe with a save of every best; what is left, and the record in the newest checkpoint."""
+    common = [f"run_dir={run_dir}", "checkpoint.every=1", "checkpoint.keep_last=1", "evaluation.enabled=false",
+              "mesh.fsdp=1", "mesh.allow_unused_devices=true"]  # fmt: skip
+    run(recipes.load("configs/tiny/grpo.yaml", [*common, *overrides]))
+    folder = run_dir / "checkpoints"
+    steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+    with contextlib.closing(Checkpointer(folder, keep_last=1)) as checkpoints:
+        return steps, checkpoints.restore_host(steps[-1])["best"]
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_best_step_over_a_restart_and_ends_before_its_time(tmp_path):
+    """The best by a metric that only falls is step 1, whatever follows."""
+    best = "checkpoint.keep_best={metric: training/global_step, mode: min}"
+    steps, record = train(tmp_path, best, "steps=9", "checkpoint.before=1")  # the first step takes longer
+    assert (steps, record["step"]) == ([1], 1)
+    steps, record = train(tmp_path, best, "steps=3")
+    assert (steps, record["step"], record["value"]) == ([1, 3], 1, 1.0)
+    steps, record = train(tmp_path, best.replace("min", "max"), "steps=4")  # another record
+    assert (steps, record["step"]) == ([4], 4)
+    with pytest.raises(ValueError, match=r"comes from evaluations and the run makes none"):
+        train(tmp_path, "checkpoint.keep_best={metric: val-core/x}", "steps=5")
