@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxrl_post.config import Config
 from jaxrl_post.config_offline import OfflineConfig
-from jaxrl_post.loops.planning import USABLE, Plan, Planner, ProgramPlan
+from jaxrl_post.loops.network import model_config
+from jaxrl_post.loops.offline_planning import plan_offline
+from jaxrl_post.loops.planned import USABLE, Plan, ProgramPlan
+from jaxrl_post.loops.planning import Planner
+from jaxrl_post.models.zoo import resolve
 from sharding.mesh import AXES
 from sharding.targets import Target, open_target, parse_target
 
@@ -23,12 +28,10 @@ def plan(config: Config | OfflineConfig, targets: Sequence[str], as_json: bool, 
 
     Raises: ValueError for a target or recipe that cannot be planned.
     """
-    if isinstance(config, OfflineConfig):
-        raise ValueError(f"algorithm.kind={config.algorithm.kind} trains from files, which cannot be planned yet")
     reports, worst = [], FITS
     for target in [parse_target(name) for name in targets]:
         devices = open_target(target)
-        plans = list(_sweep(config, target, devices)) if sweep else [Planner(config, target, devices).plan()]
+        plans = list(_sweep(config, target, devices)) if sweep else [_plan_one(config, target, devices)]
         reports += [as_dict(one) for one in plans]
         worst = max(worst, FITS if any(one.fits for one in plans) else DOES_NOT_FIT)
         if not as_json:
@@ -38,13 +41,21 @@ def plan(config: Config | OfflineConfig, targets: Sequence[str], as_json: bool, 
     return worst
 
 
-def _sweep(config: Config, target: Target, devices: Sequence[Any]) -> list[Plan]:
+def _plan_one(config: Config | OfflineConfig, target: Target, devices: Sequence[Any]) -> Plan:
+    if isinstance(config, OfflineConfig):
+        return plan_offline(config, target, devices)
+    return Planner(config, target, devices).plan()
+
+
+def _sweep(config: Config | OfflineConfig, target: Target, devices: Sequence[Any]) -> list[Plan]:
     """Plans for the mesh factorizations that the model allows, those that fit and are fast first."""
     plans, refused = [], []
-    for mesh in factorizations(len(devices), target.per_link):
+    folder = None if config.model.path is None else resolve(config.model.path)
+    moe = model_config(config, folder, 0, target.chip.platform).moe
+    for mesh in factorizations(len(devices), target.per_link, moe.count if moe else 1):
         changed = config.model_copy(update={"mesh": config.mesh.model_copy(update=mesh)})
         try:
-            plans.append(Planner(changed, target, devices).plan())
+            plans.append(_plan_one(changed, target, devices))
         except ValueError as error:
             refused.append(f"{mesh}: {error}")
     if not plans:
@@ -52,20 +63,21 @@ def _sweep(config: Config, target: Target, devices: Sequence[Any]) -> list[Plan]
     return sorted(plans, key=lambda one: (not one.fits, one.step_seconds))
 
 
-def factorizations(devices: int, per_link: int) -> Iterator[dict[str, int]]:
-    """Sizes of data, fsdp and tensor: tensor a power of two up to 8 within a host, data 1 or one group a host."""
-    for tensor, data in itertools.product((1, 2, 4, 8), sorted({1, max(1, devices // per_link)})):
-        if tensor <= per_link and devices % (tensor * data) == 0:
-            yield dict.fromkeys(AXES, 1) | {"data": data, "fsdp": devices // (tensor * data), "tensor": tensor}
+def factorizations(devices: int, per_link: int, experts: int = 1) -> Iterator[dict[str, int]]:
+    """Sizes of the axes: tensor a power of two up to 8 within a host, data 1 or one group a host, expert 1 or, of a
+    model with experts, as much as divides them up to 8 within a host; fsdp takes what remains."""
+    most = math.gcd(8, per_link, experts)
+    for tensor, expert, data in itertools.product((1, 2, 4, 8), sorted({1, most}), sorted({1, devices // per_link})):
+        if tensor <= per_link and data and devices % (tensor * expert * data) == 0:
+            fsdp = devices // (tensor * expert * data)
+            yield dict.fromkeys(AXES, 1) | {"data": data, "fsdp": fsdp, "expert": expert, "tensor": tensor}
 
 
 def describe(one: Plan) -> str:
     """The report of one plan as text."""
     chip, axes = one.target.chip, " × ".join(f"{axis}={size}" for axis, size in one.mesh.items()) or "one device"
-    lines = [
-        f"{one.target.name}: {one.parameters / 1e9:.2f}B parameters on {axes}",
-        f"  a rollout: {one.shape}",
-    ]
+    lines = [f"{one.target.name}: {one.parameters / 1e9:.2f}B parameters on {axes}"]
+    lines += [f"  a rollout: {one.shape}"] if one.shape else []
     for program in one.programs:
         lines += ["", *_program_lines(program, chip.memory)]
     lines += ["", f"estimate of a step (every sample to its limit, the chip's peak rates): {one.step_seconds:.1f} s"]
@@ -104,13 +116,17 @@ def ranking(plans: Sequence[Plan]) -> str:
     return "\n".join(lines)
 
 
+CUT_MORE = "more devices, or mesh.fsdp larger in place of mesh.data"
 CHANGES = {
-    "parameters": "more devices, or mesh.fsdp larger in place of mesh.data",
-    "optimizer": "more devices, or mesh.fsdp larger in place of mesh.data",
+    "parameters": CUT_MORE,
+    "optimizer": CUT_MORE,
     "weights in the rollout's layout": "mesh.tensor larger: rollouts cut weights over it alone",
     "cache": "rollout.slots or rollout.max_new_tokens lower, or mesh.tensor larger",
-    "sums of gradients": "more devices, or mesh.fsdp larger in place of mesh.data",
-    "reference policy": "algorithm.kl.coef=0, which needs no reference",
+    "sums of gradients": CUT_MORE,
+    "reference policy": "algorithm.kl.coef=0 needs none; nor, of methods that train from files, "
+    "training.cache_reference=true",
+    "policy": CUT_MORE,
+    "policy's optimizer": CUT_MORE,
     "critic": "algorithm.critic.decoder=shared",
     "activations and other temporaries": "model.remat=full, training.tokens_per_microbatch or "
     "training.logprob_chunk lower; in a rollout rollout.prefill_columns lower",
@@ -121,8 +137,10 @@ def advice(one: Plan) -> Iterator[str]:
     """What to change, the largest part first, for each program that does not fit."""
     for program in one.programs:
         if program.refused is not None:
-            changes = "cache", "activations and other temporaries", "weights in the rollout's layout"
-            for name in changes if program.name == "rollout" else changes[1:2]:
+            of_rollout = "cache", "activations and other temporaries", "weights in the rollout's layout"
+            for name in (
+                of_rollout if program.name == "rollout" else ("parameters", "activations and other temporaries")
+            ):
                 yield f"{program.name}: {CHANGES[name]}"
         elif program.peak > USABLE * one.target.chip.memory:
             for item in sorted(program.items, key=lambda item: -item.bytes)[:3]:

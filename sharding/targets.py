@@ -47,8 +47,13 @@ CHIPS: Mapping[str, Chip] = {
 FORMS = "v5e:4x4, v5p:8x8x16, v6e:16x16, tpu7x:4x4x4 (a TPU and its torus), h100:4x8, h200:2x8 (hosts × GPUs of each)"
 TORUS = {"v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
 EXTRAS = {"tpu": ("libtpu", "plan-tpu"), "gpu": ("jax_plugins.xla_cuda13", "plan-gpu")}
-# XLA picks GPU kernels by timing them, which needs the GPU.
-GPU_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+# XLA picks GPU kernels by timing them, which needs the GPU. Their code is never run, so it is not optimised either.
+GPU_OPTIONS = {
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Traced
 
 from jaxrl_post.config_ppo import PPO
 from jaxrl_post.loops.job import Job
@@ -25,11 +26,11 @@ from jaxrl_post.objectives.values import explained_variance
 from jaxrl_post.observe.progress import Phases
 from jaxrl_post.training.critic import make_critic_update, make_values, token_values
 from jaxrl_post.training.optimizer import make_optimizer
-from jaxrl_post.training.packing import pack
+from jaxrl_post.training.packing import empty_batch, pack
 from jaxrl_post.training.state import TrainState, init_state, restorable_state, state_shardings
 from jaxrl_post.training.update import batch_shardings
 from jaxrl_post.types import TrainBatch, Trajectory
-from sharding.placement import Tree, place, reshard
+from sharding.placement import Tree, place, placed_shapes, reshard
 from sharding.processes import fetch
 
 
@@ -59,7 +60,7 @@ class Critic:
         self._job, self._algorithm = job, algorithm
         self._abstract_params = {"head": scalar_head.abstract_head(job.network.model)}
         axes, held = {"head": scalar_head.AXES}, {"decoder": job.network.shardings()}
-        if self._owns_decoder:
+        if self.owns_decoder:
             self._abstract_params["decoder"], axes["decoder"], held = job.network.abstract_params, job.network.axes, {}
         updates = algorithm.epochs * algorithm.mini_batches
         self._optimizer = make_optimizer(algorithm.critic, job.config.steps, updates)
@@ -71,7 +72,7 @@ class Critic:
         self._values = make_values(
             values, params_shardings=self._shardings.params | held, batch_shardings=self._batch_shardings
         )
-        self._update = make_critic_update(
+        self._update: Any = make_critic_update(
             values,
             self._optimizer,
             value_clip=algorithm.critic.value_clip,
@@ -85,16 +86,17 @@ class Critic:
     def start(self, params: Params) -> None:
         """Begin with a head of zeros, as no state is worth anything yet; a decoder of its own is a copy of `params`."""
         head = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._abstract_params["head"])
-        own = {"decoder": reshard(params, self._shardings.params["decoder"])} if self._owns_decoder else {}
+        own = {"decoder": reshard(params, self._shardings.params["decoder"])} if self.owns_decoder else {}
         self._state = init_state({"head": head} | own, self._optimizer, self._shardings)
 
     @property
-    def _owns_decoder(self) -> bool:
+    def owns_decoder(self) -> bool:
+        """Or reads the policy's."""
         return self._algorithm.critic.decoder == "own"
 
     def _held(self, policy: Params) -> Tree:
         """What the values are made from beside the critic's own parameters."""
-        return {} if self._owns_decoder else {"decoder": policy}
+        return {} if self.owns_decoder else {"decoder": policy}
 
     def arrays(self) -> Tree:
         """What a checkpoint must hold."""
@@ -102,8 +104,17 @@ class Critic:
 
     def abstract_arrays(self) -> Tree:
         """Shapes, dtypes and shardings of `arrays`."""
-        abstract = restorable_state(self._abstract_params, self._optimizer, self._shardings)
-        return {"critic": abstract._asdict()}
+        return {"critic": self.abstract_state()._asdict()}
+
+    def abstract_state(self) -> TrainState:
+        return restorable_state(self._abstract_params, self._optimizer, self._shardings)
+
+    def traced_update(self) -> Traced:
+        """The update from abstract arguments; nothing is allocated on a device."""
+        batch = placed_shapes(empty_batch(self.shape), self._batch_shardings)
+        network = self._job.network
+        held = self._held(placed_shapes(network.abstract_params, network.shardings()))
+        return self._update.trace(self.abstract_state(), batch, jax.ShapeDtypeStruct((), np.int32), held)
 
     def restore(self, arrays: Tree) -> None:
         self._state = TrainState(**arrays["critic"])

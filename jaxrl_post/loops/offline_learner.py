@@ -11,10 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Traced
 
 from jaxrl_post.config_offline import KTO, FineTuning, SFTDistillation
+from jaxrl_post.config_teachers import Taught
 from jaxrl_post.data.preferences import mismatched
 from jaxrl_post.loops.faulty_update import Skips
+from jaxrl_post.loops.network import check_row
 from jaxrl_post.loops.offline_job import OfflineJob
 from jaxrl_post.loops.teachers import NO_TEACHERS, Teachers
 from jaxrl_post.models.decoder import Params
@@ -24,6 +27,7 @@ from jaxrl_post.training.log_ratios import mean_ratio, reference_point
 from jaxrl_post.training.offline_packing import (
     ExampleShape,
     Weights,
+    empty_examples,
     example_shape,
     example_shardings,
     example_weights,
@@ -47,7 +51,7 @@ from jaxrl_post.training.update import row_placement
 from jaxrl_post.types import TaughtBatch
 from jaxrl_post.types_offline import Example, OfflineBatch, TaughtExamples
 from sharding.mesh import batch_shards
-from sharding.placement import place, reshard
+from sharding.placement import place, placed_shapes, reshard
 from sharding.processes import fetch
 
 Metrics = dict[str, float]
@@ -77,7 +81,7 @@ class OfflineLearner:
             )
         forward, loss = self._forward(), offline_loss(self._algorithm)
         placed = {"batch_shardings": self._batch_shardings, "constant_shardings": teachers.shardings or None}
-        self._update = make_offline_update(forward, self._optimizer, loss, shardings=self._shardings, **placed)
+        self._update: Any = make_offline_update(forward, self._optimizer, loss, shardings=self._shardings, **placed)
         self._evaluate = make_evaluate(forward, loss, params_shardings=self._shardings.params, **placed)
         self._score = make_forward(
             forward, params_shardings=self._shardings.params, batch_shardings=self._batch_shardings
@@ -128,6 +132,14 @@ class OfflineLearner:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state: what to restore a checkpoint into."""
         return restorable_state(self._job.network.abstract_params, self._optimizer, self._shardings)
+
+    def traced_update(self) -> Traced:
+        """The update from abstract arguments; nothing is allocated on a device. Raises: ValueError with teachers."""
+        if isinstance(self._algorithm, Taught):
+            raise ValueError(f"algorithm.kind={self._algorithm.kind}: its update, with teachers, cannot be planned yet")
+        batch = placed_shapes(empty_examples(self.shape), self._batch_shardings)
+        constant, n_micro = jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.int32)
+        return self._update.trace(self.abstract_state(), batch, constant, n_micro)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the arrays, for JSON."""
@@ -230,7 +242,7 @@ def _shape(job: OfflineJob) -> ExampleShape:
         prompts = [len(example.prompt_ids) for example in examples]
         answers = [len(example.answers[0].ids) for example in examples]
         sizes = [min(prompts) + 1, min(max(prompts) + max(answers), config.data.max_tokens)]
-    return example_shape(
+    shape = example_shape(
         sizes,
         len(job.examples[0].answers),
         examples_per_step=config.data.examples_per_step,
@@ -238,3 +250,5 @@ def _shape(job: OfflineJob) -> ExampleShape:
         row_length=config.training.row_length,
         batch_shards=batch_shards(job.network.mesh),
     )
+    check_row(job.network, shape.rows.length)
+    return shape

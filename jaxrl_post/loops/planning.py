@@ -8,13 +8,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.stages import Traced
 
 from jaxrl_post.config import Config, LastNumberReward
 from jaxrl_post.config_ppo import PPO
@@ -24,6 +22,15 @@ from jaxrl_post.loops.gather import sample_options
 from jaxrl_post.loops.job import Job
 from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.network import build_network, check_positions
+from jaxrl_post.loops.planned import (
+    Plan,
+    Planned,
+    compile_planned,
+    placed_bytes,
+    planned_update,
+    state_bytes,
+    wide_axes,
+)
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.rewards.model import Setting
 from jaxrl_post.rewards.reward import build_reward
@@ -32,63 +39,8 @@ from jaxrl_post.rollout.schedule import EngineShape
 from jaxrl_post.types import Prompt
 from sharding.mesh import batch_shards
 from sharding.placement import bytes_per_device, placed_shapes
-from sharding.report import Collective, Memory, Program, count_flops, memory_of
 from sharding.rules import ROLLOUT
 from sharding.targets import Target
-
-USABLE = 0.92  # of a device's memory; the rest is the runtime's own and what lies idle between arrays
-
-
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """Something on each device, in bytes, while one of the programs runs."""
-
-    name: str
-    bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class ProgramPlan:
-    """One program on each device: what lies there while it runs, its operations, communication and kernels.
-
-    `runs` a step. `seconds` are those of one run at the chip's peaks, communication not overlapped: an estimate.
-    `refused` is the compiler's reason where it found no room; nothing but `name` and `runs` is known then.
-    """
-
-    name: str
-    runs: int
-    items: tuple[Item, ...] = ()
-    flops: float = 0.0
-    traffic: float = 0.0
-    collectives: tuple[Collective, ...] = ()
-    kernels: dict[str, int] = dataclasses.field(default_factory=dict)
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    compile_seconds: float = 0.0
-    refused: str | None = None
-
-    @property
-    def peak(self) -> int:
-        return sum(item.bytes for item in self.items)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A recipe on a target. `shape` says how a rollout is laid out."""
-
-    target: Target
-    mesh: dict[str, int]
-    parameters: int
-    shape: str
-    programs: tuple[ProgramPlan, ...]
-
-    @property
-    def fits(self) -> bool:
-        room = USABLE * self.target.chip.memory
-        return all(program.refused is None and program.peak <= room for program in self.programs)
-
-    @property
-    def step_seconds(self) -> float:
-        return sum(program.runs * sum(program.seconds.values()) for program in self.programs)
 
 
 class Planner:
@@ -105,16 +57,13 @@ class Planner:
         """Compiles every program. Raises: ValueError when one cannot be compiled, for another reason than room."""
         network = self._job.network
         rollout, shape = self._rollout()
-        programs = [rollout, self._update()]
+        updates = [self._update(), *self._critic_update()]
+        programs = [compile_planned(one, self._target, network.mesh) for one in (rollout, *updates)]
         return Plan(
-            self._target,
-            {axis: size for axis, size in network.mesh.shape.items() if size > 1},
-            network.model.parameter_count(),
-            shape.describe(),
-            tuple(programs),
+            self._target, wide_axes(network.mesh), network.model.parameter_count(), shape.describe(), tuple(programs)
         )
 
-    def _rollout(self) -> tuple[ProgramPlan, EngineShape]:
+    def _rollout(self) -> tuple[Planned, EngineShape]:
         job, config, model = self._job, self._config, self._job.network.model
         network, mesh = job.network, job.network.mesh
         sampler = Sampler(network.graphdef, model, mesh, job.stop_ids, device_memory=self._target.chip.memory)
@@ -135,77 +84,45 @@ class Planner:
         trips = rollout_trips(shape, math.ceil(config.data.prompts_per_step / batch_shards(mesh)))
         steps = sum(trips[1:])
         traffic = steps * weights + _cache_traffic(shape, trips, cache)
-        return self._compiled("rollout", 1, traced, held, made, "cache", trips, traffic), shape
+        return Planned("rollout", 1, traced, held, made, "cache", trips, traffic), shape
 
-    def _update(self) -> ProgramPlan:
-        network, algorithm = self._job.network, self._config.algorithm
-        held = self._held()
-        gradients = bytes_per_device(
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), network.abstract_params),
-            network.shardings(),
-        ).per_device
-        made = {name: held.pop(name) for name in ("parameters", "optimizer")} | {"sums of gradients": gradients}
-        micro_batches = self._learner.shape.micro_batches
-        width = jnp.dtype(network.model.dtype).itemsize
-        whole = network.model.parameter_count() * width / network.mesh.shape["tensor"]
-        traffic = 3 * micro_batches * whole + 2 * (made["parameters"] + made["optimizer"] + gradients)
-        return self._compiled(
-            "update",
-            algorithm.epochs * algorithm.mini_batches,
-            self._learner.traced_update(),
-            held,
-            made,
-            "sums of gradients",
-            [micro_batches],
-            traffic,
-        )
+    def _update(self) -> Planned:
+        learner, held = self._learner, self._held()
+        state = learner.abstract_state()
+        for name in state_bytes(state):
+            del held[name]
+        traced = learner.traced_update()
+        return planned_update("update", self._updates, traced, state, held, self._job.network, learner.shape)
+
+    def _critic_update(self) -> list[Planned]:
+        """PPO's; beside it lies the policy, which a critic without a decoder of its own reads."""
+        if self._critic is None:
+            return []
+        held, critic = self._held(), self._critic
+        del held["critic"]
+        reads = {} if critic.owns_decoder else {"policy": held["parameters"]}
+        names = {"parameters": "policy", "optimizer": "policy's optimizer"}
+        held = {names.get(name, name): size for name, size in held.items() if name != "parameters" or not reads}
+        state = critic.abstract_state()
+        traced = critic.traced_update()
+        return [
+            planned_update(
+                "critic's update", self._updates, traced, state, held, self._job.network, critic.shape, reads
+            )
+        ]
+
+    @property
+    def _updates(self) -> int:
+        return self._config.algorithm.epochs * self._config.algorithm.mini_batches
 
     def _held(self) -> dict[str, int]:
         """What lies on a device all the time."""
-        state = self._learner.abstract_state()
-        on_device = lambda tree: bytes_per_device(tree, jax.tree.map(lambda x: x.sharding, tree)).per_device
-        held = {"parameters": on_device(state.params), "optimizer": on_device(state.opt_state)}
+        held = state_bytes(self._learner.abstract_state())
         if self._learner.needs_reference:
             held["reference policy"] = held["parameters"]
         if self._critic:
-            held["critic"] = on_device(self._critic.abstract_arrays())
+            held["critic"] = placed_bytes(self._critic.abstract_arrays())
         return held
-
-    def _compiled(
-        self,
-        name: str,
-        runs: int,
-        traced: Traced,
-        held: dict[str, int],
-        made: dict[str, int],
-        inside: str,
-        trips: list[int],
-        traffic: float,
-    ) -> ProgramPlan:
-        """`held` is no part of the program, `made` is; of that `inside` is one of its temporaries."""
-        begun = time.monotonic()
-        try:
-            compiled = traced.lower().compile(compiler_options=self._target.compiler_options)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise ValueError(f"the {name} does not compile for {self._target.name}: {error}") from error
-            return ProgramPlan(name, runs, refused=_reason(str(error)))
-        took = time.monotonic() - begun
-        memory, mesh = memory_of(compiled), self._job.network.mesh
-        program = Program(compiled.as_text(), trips)
-        collectives = tuple(program.collectives(mesh))
-        flops = count_flops(traced.jaxpr, trips) / mesh.size
-        return ProgramPlan(
-            name=name,
-            runs=runs,
-            items=tuple(Item(*pair) for pair in (held | _shared_out(memory, made, inside)).items() if pair[1]),
-            flops=flops,
-            traffic=traffic,
-            collectives=collectives,
-            kernels=program.kernels(),
-            seconds=roofline(self._target, mesh, flops, traffic, collectives),
-            compile_seconds=took,
-        )
 
 
 def stand_in_job(config: Config, devices: Sequence[Any]) -> Job:
@@ -246,25 +163,6 @@ def rollout_trips(shape: EngineShape, prompts: int) -> list[int]:
     return [fills, math.ceil((waves - 1) * shape.max_new / fills), *last, *drained]
 
 
-def roofline(
-    target: Target, mesh: Any, flops: float, traffic: float, collectives: Sequence[Collective]
-) -> dict[str, float]:
-    """Seconds at the chip's peaks: of products or of memory, whichever is longer, and of communication after it."""
-    chip = target.chip
-    inner = target.per_link
-    talk = sum(c.sent / (chip.link if _span(c.axes, mesh) <= inner else chip.network) for c in collectives)
-    work = {"products": flops / chip.flops, "memory": traffic / chip.bandwidth}
-    longer = max(work, key=work.__getitem__)
-    return {longer: work[longer], "communication": talk}
-
-
-def _span(axes: Sequence[str], mesh: Any) -> int:
-    """Consecutive devices that hold a whole group along these axes; the last axis of the mesh is the innermost."""
-    names = list(mesh.shape)
-    outermost = min((names.index(axis) for axis in axes), default=len(names))
-    return math.prod(mesh.shape[name] for name in names[outermost:])
-
-
 def _cache_bytes(shape: EngineShape, model: Any, tensor: int) -> tuple[int, int]:
     """Of prompts and responses together, and of responses alone, on a device."""
     column = 2 * model.layers * model.kv_heads * model.head_dim * jnp.dtype(model.dtype).itemsize // tensor
@@ -279,18 +177,3 @@ def _cache_traffic(shape: EngineShape, trips: list[int], cache: tuple[int, int])
     steps = [*([trips[0] * trips[1]] if inner else []), *trips[1 + inner :]]
     reads = [*([shape.max_new] if inner else []), *ends]
     return sum(n * (cache[0] - cache[1] + cache[1] * end / shape.max_new) for n, end in zip(steps, reads, strict=False))
-
-
-def _shared_out(memory: Memory, made: dict[str, int], inside: str) -> dict[str, int]:
-    """The program's memory in parts that add up to its peak."""
-    arguments = sum(size for name, size in made.items() if name != inside)
-    beside = memory.arguments + memory.results - memory.aliased - arguments
-    return made | {
-        "batch and results": max(0, beside),
-        "activations and other temporaries": max(0, memory.temporaries - made[inside]),
-    }
-
-
-def _reason(error: str) -> str:
-    lines = [line.strip() for line in error.splitlines() if "hbm" in line.lower() or "memory" in line.lower()]
-    return (lines or [error.strip()])[0][:300]

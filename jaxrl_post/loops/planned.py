@@ -1,0 +1,198 @@
+"""One program of a plan: compiled for a target's devices from shapes alone, and what is read from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.stages import Traced
+
+from jaxrl_post.loops.network import Network
+from jaxrl_post.training.packing import PackShape
+from jaxrl_post.training.state import TrainState
+from sharding.placement import Tree, bytes_per_device
+from sharding.report import Collective, Memory, Program, count_flops, memory_of
+from sharding.rules import ROLLOUT
+from sharding.targets import Target
+
+USABLE = 0.92  # of a device's memory; the rest is the runtime's own and what lies idle between arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """Something on each device, in bytes, while one of the programs runs."""
+
+    name: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramPlan:
+    """One program on each device: what lies there while it runs, its operations, communication and kernels.
+
+    `runs` a step. `seconds` are those of one run at the chip's peaks, communication not overlapped: an estimate.
+    `refused` is the compiler's reason where it found no room; nothing but `name` and `runs` is known then.
+    """
+
+    name: str
+    runs: int
+    items: tuple[Item, ...] = ()
+    flops: float = 0.0
+    traffic: float = 0.0
+    collectives: tuple[Collective, ...] = ()
+    kernels: dict[str, int] = dataclasses.field(default_factory=dict)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    compile_seconds: float = 0.0
+    refused: str | None = None
+
+    @property
+    def peak(self) -> int:
+        return sum(item.bytes for item in self.items)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A recipe on a target. `shape` says how a rollout is laid out, and is empty where there is none."""
+
+    target: Target
+    mesh: dict[str, int]
+    parameters: int
+    shape: str
+    programs: tuple[ProgramPlan, ...]
+
+    @property
+    def fits(self) -> bool:
+        room = USABLE * self.target.chip.memory
+        return all(program.refused is None and program.peak <= room for program in self.programs)
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(program.runs * sum(program.seconds.values()) for program in self.programs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A program before it is compiled: `runs` a step, `traffic` bytes read from memory, and bytes on a device by name.
+
+    `held` lies there beside the program, `made` is the program's own; of that `inside` is one of its temporaries.
+    `trips` as for `sharding.report.Program`.
+    """
+
+    name: str
+    runs: int
+    traced: Traced
+    held: dict[str, int]
+    made: dict[str, int]
+    inside: str
+    trips: list[int]
+    traffic: float
+
+
+def planned_update(
+    name: str,
+    runs: int,
+    traced: Traced,
+    state: TrainState,
+    held: dict[str, int],
+    network: Network,
+    shape: PackShape,
+    reads: Mapping[str, int] = MappingProxyType({}),
+) -> Planned:
+    """An optimizer update of `state`; `reads` is what its program is handed beside the state, on a device.
+
+    Weights, gathered, are read three times a micro-batch; state and gradients are read and written once.
+    """
+    gradients = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), state.params)
+    own = state_bytes(state) | {"sums of gradients": placed_bytes(gradients)}
+    traffic = 3 * shape.micro_batches * gathered_bytes(network) + 2 * sum(own.values())
+    return Planned(name, runs, traced, held, {**own, **reads}, "sums of gradients", [shape.micro_batches], traffic)
+
+
+def gathered_bytes(network: Network) -> int:
+    """Of the weights as products read them, on a device: in the compute dtype, cut as in rollouts."""
+    dtype = jnp.dtype(network.model.dtype)
+    cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), network.abstract_params)
+    return bytes_per_device(cast, network.shardings(ROLLOUT)).per_device
+
+
+def wide_axes(mesh: Mesh) -> dict[str, int]:
+    """Sizes of the axes that cut anything."""
+    return {axis: size for axis, size in mesh.shape.items() if size > 1}
+
+
+def state_bytes(state: TrainState) -> dict[str, int]:
+    """On a device."""
+    return {"parameters": placed_bytes(state.params), "optimizer": placed_bytes(state.opt_state)}
+
+
+def placed_bytes(tree: Tree) -> int:
+    """On a device, of shapes with shardings."""
+    return bytes_per_device(tree, jax.tree.map(lambda x: x.sharding, tree)).per_device
+
+
+def compile_planned(planned: Planned, target: Target, mesh: Mesh) -> ProgramPlan:
+    """Raises: ValueError when the program cannot be compiled, for another reason than room."""
+    begun = time.monotonic()
+    try:
+        compiled = planned.traced.lower().compile(compiler_options=target.compiler_options)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise ValueError(f"the {planned.name} does not compile for {target.name}: {error}") from error
+        return ProgramPlan(planned.name, planned.runs, refused=_reason(str(error)))
+    took = time.monotonic() - begun
+    program = Program(compiled.as_text(), planned.trips)
+    collectives = tuple(program.collectives(mesh))
+    flops = count_flops(planned.traced.jaxpr, planned.trips) / mesh.size
+    items = planned.held | _shared_out(memory_of(compiled), planned.made, planned.inside)
+    return ProgramPlan(
+        name=planned.name,
+        runs=planned.runs,
+        items=tuple(Item(*pair) for pair in items.items() if pair[1]),
+        flops=flops,
+        traffic=planned.traffic,
+        collectives=collectives,
+        kernels=program.kernels(),
+        seconds=roofline(target, mesh, flops, planned.traffic, collectives),
+        compile_seconds=took,
+    )
+
+
+def roofline(
+    target: Target, mesh: Any, flops: float, traffic: float, collectives: Sequence[Collective]
+) -> dict[str, float]:
+    """Seconds at the chip's peaks: of products or of memory, whichever is longer, and of communication after it."""
+    chip = target.chip
+    inner = target.per_link
+    talk = sum(c.sent / (chip.link if _span(c.axes, mesh) <= inner else chip.network) for c in collectives)
+    work = {"products": flops / chip.flops, "memory": traffic / chip.bandwidth}
+    longer = max(work, key=work.__getitem__)
+    return {longer: work[longer], "communication": talk}
+
+
+def _span(axes: Sequence[str], mesh: Any) -> int:
+    """Consecutive devices that hold a whole group along these axes; the last axis of the mesh is the innermost."""
+    names = list(mesh.shape)
+    outermost = min((names.index(axis) for axis in axes), default=len(names))
+    return math.prod(mesh.shape[name] for name in names[outermost:])
+
+
+def _shared_out(memory: Memory, made: dict[str, int], inside: str) -> dict[str, int]:
+    """The program's memory in parts that add up to its peak."""
+    arguments = sum(size for name, size in made.items() if name != inside)
+    beside = memory.arguments + memory.results - memory.aliased - arguments
+    return made | {
+        "batch and results": max(0, beside),
+        "activations and other temporaries": max(0, memory.temporaries - made[inside]),
+    }
+
+
+def _reason(error: str) -> str:
+    lines = [line.strip() for line in error.splitlines() if "hbm" in line.lower() or "memory" in line.lower()]
+    return (lines or [error.strip()])[0][:300]
