@@ -241,11 +241,16 @@ class OfflineData(Section):
 
 class OfflineTraining(Section):
     tokens_per_microbatch: PositiveInt = 4096
-    """Token positions a device holds in one forward and backward pass; gradients add up over micro-batches."""
+    """Token positions a device holds in one forward and backward pass, those along `mesh.sequence` together; gradients
+    add up over micro-batches."""
     row_length: PositiveInt | None = None
     """Token positions of a packed row; null is the longest example of the data, a pair's prompt counted once."""
     logprob_chunk: PositiveInt = 256
     """Target tokens per row whose logits exist at the same time."""
+    sequence_attention: Literal["auto", "ring", "ulysses"] = "auto"
+    """How attention reaches beyond a device where `mesh.sequence` cuts rows along time: `ring`, keys and values go
+    around (row lengths are multiples of 2 · `mesh.sequence`), or `ulysses`, heads are exchanged for columns (key/value
+    heads are multiples of `mesh.sequence` · `mesh.tensor`); `auto` takes the one that sends less."""
     max_skipped_updates: PositiveInt | None = 5
     """Updates in a row without a finite gradient, each of which is skipped, until the run keeps the last in
     RUN_DIR/faults and ends. Null: never."""

@@ -16,6 +16,7 @@ from jax.stages import Traced
 from jaxrl_post.config_distillation import Distillation
 from jaxrl_post.loops.faulty_update import Fault, Skips
 from jaxrl_post.loops.job import Job
+from jaxrl_post.loops.network import check_row
 from jaxrl_post.loops.taught_update import TaughtUpdate, numbered
 from jaxrl_post.loops.teachers import NO_TEACHERS, Teachers
 from jaxrl_post.models.config import ModelConfig
@@ -284,9 +285,12 @@ def pack_update(
 
 
 def update_shape(job: Job, max_new_tokens: int, lessons: bool = False) -> PackShape:
-    """Of an optimizer update on responses of up to so many tokens, after the students' prompts or the teachers' too."""
+    """Of an optimizer update on responses of up to so many tokens, after the students' prompts or the teachers' too.
+
+    Raises: ValueError as `pack_shape`, and for rows that `mesh.sequence` does not cut.
+    """
     config = job.config
-    return pack_shape(
+    shape = pack_shape(
         max_prompt=job.lesson_width if lessons else job.prompt_width,
         max_new_tokens=max_new_tokens,
         samples_per_prompt=config.rollout.samples_per_prompt,
@@ -297,6 +301,8 @@ def update_shape(job: Job, max_new_tokens: int, lessons: bool = False) -> PackSh
         batch_shards=batch_shards(job.network.mesh),
         attention_length=attention_length(job.network.model),
     )
+    check_row(job.network, shape.length)
+    return shape
 
 
 def attention_length(model: ModelConfig) -> float:

@@ -15,7 +15,7 @@ from jaxrl_post.config import Config, RandomModel
 from jaxrl_post.config_model import Dtype, Mixture
 from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.models import scalar_head
+from jaxrl_post.models import scalar_head, sequence
 from jaxrl_post.models.config import Experts, ModelConfig
 from jaxrl_post.models.decoder import Decoder, Params, abstract, split
 from jaxrl_post.models.huggingface import load_params, read_config
@@ -54,10 +54,10 @@ def build_network(
 ) -> Network:
     """The model of a recipe on the mesh it asks for, of this job's devices or those given, which need not be attached.
 
-    Raises: ValueError for sizes that do not divide.
+    Raises: ValueError for sizes that do not divide, heads that `training.sequence_attention` exchanges among them.
     """
     mesh = mesh_of(config, jax.devices() if devices is None else devices)
-    model = model_config(config, folder, tokenizer.vocab_size, platform(mesh))
+    model = _over_columns(model_config(config, folder, tokenizer.vocab_size, platform(mesh)), config, mesh)
     graphdef, params, axes = abstract(model)
     has_head = config.algorithm.kind == "reward_model"
     if has_head:
@@ -115,6 +115,17 @@ def model_config(
         scan_layers=_scans(config.model.scan_layers, shape.layers, platform),
         moe=_experts(shape, config.model.moe, platform),
     )
+
+
+def _over_columns(model: ModelConfig, config: Config | OfflineConfig, mesh: Mesh) -> ModelConfig:
+    asked, s, tensor = config.training.sequence_attention, mesh.shape["sequence"], mesh.shape["tensor"]
+    kind = sequence.choose(asked, model.heads, model.kv_heads, s, tensor)
+    return dataclasses.replace(model, sequence_attention=kind)
+
+
+def check_row(network: Network, length: int) -> None:
+    """Raises: ValueError when packed rows of so many positions cannot be cut over `mesh.sequence`."""
+    sequence.check_length(network.model.sequence_attention, length, network.mesh.shape["sequence"])
 
 
 def _experts(shape: ModelConfig, options: Mixture, platform: str) -> Experts | None:

@@ -30,13 +30,19 @@ Tree = Any
 Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
+def fitting_length(kind: Kind, T: int, s: int) -> int:
+    """The shortest row of at least T columns that s devices cut into equal parts, for a ring of two chunks each."""
+    parts = 1 if s == 1 else 2 * s if kind == "ring" else s
+    return -(-T // parts) * parts
+
+
 def check_length(kind: Kind, T: int, s: int) -> None:
-    """Raises: ValueError when a row of T columns cannot be cut into equal parts, for a ring of two chunks each."""
-    parts = 2 * s if kind == "ring" else s
-    if T % parts:
+    """Raises: ValueError when s devices cannot cut a row of T columns, as `fitting_length` says."""
+    if (fitting := fitting_length(kind, T, s)) != T:
         raise ValueError(
-            f"a row of {T} positions cannot be cut over mesh.sequence={s}: with training.sequence_attention={kind} its "
-            f"length is a multiple of {parts}; set training.row_length to {-(-T // parts) * parts}"
+            f"a row of {T} positions cannot be cut over mesh.sequence={s} with training.sequence_attention={kind}: set "
+            f"training.row_length to a multiple of {2 * s if kind == 'ring' else s} (the next is {fitting}), and "
+            "training.tokens_per_microbatch to no less"
         )
 
 
@@ -142,7 +148,7 @@ def _ring_forward(*inputs: jax.Array) -> tuple[jax.Array, Tree]:
     queries, keys = _halves(*inputs)
     nothing = jnp.zeros_like(queries.q, jnp.float32)
     start = Softmax(nothing, nothing[..., 0], nothing[..., 0] + NEGATIVE)
-    work = lambda queries, keys, seen, _: (lax.map(lambda x: _see(*x, keys), (queries, seen)), ())
+    work = lambda queries, keys, seen, _: (lax.map(lambda x: _see(x[0], x[1], keys), (queries, seen)), ())
     seen, _ = _around(work, queries, keys, start, ())
     total = jnp.where(seen.total > 0, seen.total, 1.0)
     out = (seen.value / total[..., None]).astype(inputs[2].dtype)

@@ -19,6 +19,7 @@ from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_post.loops.network import build_network
 from jaxrl_post.loops.run_folder import newest_step, params_of, run_config
 from jaxrl_post.models.decoder import Params
+from jaxrl_post.models.sequence import fitting_length
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.training.offline_packing import example_shape, example_shardings, pack_examples
 from jaxrl_post.training.offline_update import make_forward, reward_model
@@ -118,14 +119,16 @@ class RewardModel:
             )
         self._step = newest_step(self._run_dir)
         shards = batch_shards(self._network.mesh)
-        budget = max(tokens_per_batch, max_tokens)
-        self._batch = answers_per_call or budget // max_tokens * shards
+        model, mesh_sizes = self._network.model, self._network.mesh.shape
+        row_length = fitting_length(model.sequence_attention, max_tokens, mesh_sizes["sequence"])
+        budget = max(tokens_per_batch, row_length)
+        self._batch = answers_per_call or budget // row_length * shards
         self._shape = example_shape(
             [2, max_tokens],
             1,
             examples_per_step=self._batch,
             tokens_per_microbatch=budget,
-            row_length=max_tokens,
+            row_length=row_length,
             batch_shards=shards,
         )
         self._shardings = example_shardings(self._shape, self._network.mesh)

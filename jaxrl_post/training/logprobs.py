@@ -42,8 +42,8 @@ def token_logprobs(
     `temperature` and `chunk` are positive.
     """
     x_BTD = decoder.hidden(tokens_BT, positions_BT, segments_BT, branches_BT, place)
-    options = {"temperature": temperature, "chunk": chunk, "entropy_gradient": entropy_gradient}
-    return target_logprobs(decoder, x_BTD, source_BM, target_BM, mask_BM, place, **options)
+    options = {"temperature": temperature, "entropy_gradient": entropy_gradient}
+    return target_logprobs(decoder, x_BTD, source_BM, target_BM, mask_BM, place, chunk=chunk, **options)
 
 
 def target_logprobs(
