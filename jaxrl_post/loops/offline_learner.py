@@ -17,6 +17,7 @@ from jaxrl_post.config_offline import KTO, FineTuning, SFTDistillation
 from jaxrl_post.config_teachers import Taught
 from jaxrl_post.data.preferences import mismatched
 from jaxrl_post.loops.faulty_update import Skips
+from jaxrl_post.loops.network import check_row
 from jaxrl_post.loops.offline_job import OfflineJob
 from jaxrl_post.loops.teachers import NO_TEACHERS, Teachers
 from jaxrl_post.models.decoder import Params
@@ -241,7 +242,7 @@ def _shape(job: OfflineJob) -> ExampleShape:
         prompts = [len(example.prompt_ids) for example in examples]
         answers = [len(example.answers[0].ids) for example in examples]
         sizes = [min(prompts) + 1, min(max(prompts) + max(answers), config.data.max_tokens)]
-    return example_shape(
+    shape = example_shape(
         sizes,
         len(job.examples[0].answers),
         examples_per_step=config.data.examples_per_step,
@@ -249,3 +250,5 @@ def _shape(job: OfflineJob) -> ExampleShape:
         row_length=config.training.row_length,
         batch_shards=batch_shards(job.network.mesh),
     )
+    check_row(job.network, shape.rows.length)
+    return shape
