@@ -109,13 +109,14 @@ async def ask_all(url: str, clients: int, samples: int) -> list[int]:
     waiting = [asked(ids, seed) for ids in prompts() for seed in range(samples)]
     tokens: list[int] = []
 
-    async def client() -> None:
-        async with httpx.AsyncClient(timeout=600) as http:
-            while waiting:
-                answer = await http.post(url, json=waiting.pop())
-                tokens.append(answer.raise_for_status().json()["usage"]["completion_tokens"])
+    async def client(http: httpx.AsyncClient) -> None:
+        while waiting:
+            answer = await http.post(url, json=waiting.pop())
+            tokens.append(answer.raise_for_status().json()["usage"]["completion_tokens"])
 
-    await asyncio.gather(*(client() for _ in range(clients)))
+    # One for all: each would read the certificates of all authorities anew.
+    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=clients)) as http:
+        await asyncio.gather(*(client(http) for _ in range(clients)))
     return tokens
 
 
