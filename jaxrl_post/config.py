@@ -172,6 +172,11 @@ class Evaluation(Section):
     max_prompts: PositiveInt = 64
 
 
+class Debug(Section):
+    check_layouts: bool = False
+    """Before every rollout compare its copy of the weights with the trained ones, number by number on the host."""
+
+
 class Config(Section):
     """One run."""
 
@@ -192,6 +197,7 @@ class Config(Section):
     """Longest that a phase of a step may last: the process then tells what it waits for and ends. Null: for ever."""
     evaluation: Evaluation = Evaluation()
     alerts: Alerts = Alerts()
+    debug: Debug = Debug()
     dump_rollouts: bool = True
     """Write every step's samples to rollouts/*.jsonl."""
 

@@ -61,17 +61,29 @@ def _train(words: Sequence[str]) -> int:
     if arguments.replay is not None:
         _replay(config, Path(arguments.replay))
         return 0
+    mode = _mode(arguments, config)
     if arguments.processes is not None:
         cluster.check_alone(arguments)
         cast = Cast(arguments.processes, arguments.devices_per_process, arguments.max_restarts)
-        command = [sys.executable, "-m", "launch", arguments.config, *arguments.overrides]
+        command = [sys.executable, "-m", "launch", arguments.config, *arguments.overrides, *mode]
         return supervise(command, cast, Path(config.run_dir) / "logs")
     with cluster.joined(cluster.find_place(arguments), arguments.join_limit):
-        _run(config)
+        _run(config, arguments.rollout_only, Path(arguments.rollouts) if arguments.rollouts else None)
     return 0
 
 
-def _run(config: Config | OfflineConfig) -> None:
+def _mode(arguments: argparse.Namespace, config: Config | OfflineConfig) -> list[str]:
+    """The options, in words, that leave half of an online run out."""
+    dumped = ["--rollouts", arguments.rollouts] if arguments.rollouts else []
+    mode = dumped + ["--rollout-only"] * arguments.rollout_only
+    if len(mode) > 2:
+        raise ValueError("--rollout-only and --rollouts leave nothing to do: give one of them")
+    if mode and isinstance(config, OfflineConfig):
+        raise ValueError(f"{mode[0]}: algorithm.kind={config.algorithm.kind} trains on files and has no rollouts")
+    return mode
+
+
+def _run(config: Config | OfflineConfig, rollout_only: bool, rollouts: Path | None) -> None:
     from launch.compile_cache import enable
 
     enable()
@@ -79,10 +91,14 @@ def _run(config: Config | OfflineConfig) -> None:
         from jaxrl_post.loops.offline import run as run_offline
 
         run_offline(config)
+    elif rollout_only:
+        from jaxrl_post.loops.rollout_only import run_rollouts
+
+        run_rollouts(config)
     else:
         from jaxrl_post.loops.online import run
 
-        run(config)
+        run(config, *([rollouts] if rollouts else []))
 
 
 def _replay(config: Config | OfflineConfig, folder: Path) -> None:
@@ -273,6 +289,8 @@ def _train_arguments(words: Sequence[str]) -> argparse.Namespace:
         "overrides", metavar="section.key=value", nargs="*", help="values are YAML; text may need quotes"
     )
     parser.add_argument("--print-config", action="store_true", help="print the effective recipe and stop")
+    parser.add_argument("--rollout-only", action="store_true", help="sample and grade `steps` times, learn nothing")
+    parser.add_argument("--rollouts", metavar="DIR", help="train on RUN_DIR/rollouts of another run, sample nothing")
     parser.add_argument(
         "--replay", metavar="DUMP", help="make one update again that was kept in RUN_DIR/faults, and look into it"
     )

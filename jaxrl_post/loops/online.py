@@ -6,9 +6,7 @@ P prompts a step, G samples each, N = P·G.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,10 +16,11 @@ from jaxrl_post.config_ppo import PPO
 from jaxrl_post.data.prompts import PromptStream
 from jaxrl_post.loops.credit import Credit
 from jaxrl_post.loops.critic import Critic
+from jaxrl_post.loops.dumps import DumpedRollouts, dump
 from jaxrl_post.loops.gather import Gather, grade, sample_greedily
-from jaxrl_post.loops.groups import Samples
 from jaxrl_post.loops.introduction import introduction
 from jaxrl_post.loops.job import Job, build
+from jaxrl_post.loops.layouts import check_layouts
 from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.measures import Metrics, part_metrics, sample_metrics, speed_metrics
 from jaxrl_post.loops.network import initial_params, rollout_params
@@ -43,9 +42,10 @@ from jaxrl_post.training.state import TrainState
 from sharding.processes import is_first, together
 
 
-def run(config: Config) -> None:
+def run(config: Config, rollouts: Path | None = None) -> None:
     """Train as the config says, from the newest checkpoint of its run folder if there is one.
 
+    With `rollouts`, the folder of that name of another run, train on what was sampled there and sample nothing.
     Writes RUN_DIR/{config.yaml, metrics.jsonl, rollouts/, checkpoints/, reward.png}.
     Raises: ValueError, FileNotFoundError for what the user can mend, before any step and before anything is written.
     """
@@ -62,7 +62,8 @@ def run(config: Config) -> None:
     network = job.network
     sampler = Sampler(network.graphdef, network.model, network.mesh, job.stop_ids, job.token_bytes)
     teachers = Teachers(job.teachers)
-    learner, gather = Learner(job, teachers), Gather(job, sampler, stream)
+    learner = Learner(job, teachers)
+    gather = DumpedRollouts(job, rollouts, stream) if rollouts else Gather(job, sampler, stream)
     critic = Critic(job, config.algorithm) if isinstance(config.algorithm, PPO) else None
     distillation = config.algorithm.distillation
     taught = TaughtAdvantages(job, distillation, teachers, learner) if distillation else None
@@ -89,6 +90,8 @@ def run(config: Config) -> None:
             phases.collect()
         for step in range(done + 1, config.steps + 1):
             params = rollout_params(job.network, state.params)
+            if config.debug.check_layouts:
+                check_layouts(state.params, params)
             samples, gathered = gather.next(params, step, phases)
             trajectories, credited = credit.assign(samples, state, params, phases)
             del params  # may be the state's own arrays, which the update is given for good
@@ -114,7 +117,7 @@ def run(config: Config) -> None:
                     host = gather.state() | credit.state() | saves.state()
                     checkpoints.save(step, arrays, host, keep=saves.best_step)
             if config.dump_rollouts:
-                writer.write_rollouts(step, _dump(samples, job.reward.names, advantages_N))
+                writer.write_rollouts(step, dump(samples, job.reward.names, advantages_N))
             metrics |= phases.collect() | compiles.collect() | job.reward.collect()
             metrics |= speed_metrics(metrics["perf/total_num_tokens"], metrics["timing_s/step"], job.network.mesh.size)
             reasons = alerts.look(metrics)
@@ -146,7 +149,7 @@ def _start(
     job: Job,
     checkpoints: Checkpointer,
     learner: Learner,
-    gather: Gather,
+    gather: Gather | DumpedRollouts,
     credit: Credit,
     critic: Critic | None,
     saves: Saves,
@@ -190,21 +193,3 @@ def _conclusion(run_dir: Path) -> str:
         f"done. curve: {run_dir / 'reward.png'}  metrics: {run_dir / METRICS}  samples: {run_dir / 'rollouts'}  "
         f"checkpoints: {run_dir / 'checkpoints'}"
     )
-
-
-def _dump(samples: Samples, names: Sequence[str], advantages_N: np.ndarray) -> Iterator[dict[str, Any]]:
-    columns = (samples.rollout.completions, samples.texts, *samples.scores, advantages_N)
-    for c, text, reward, heads, advantage in zip(*columns, strict=True):
-        prompt = samples.prompts[c.prompt]
-        yield {
-            "prompt": prompt.text,
-            "completion": text,
-            "reward": float(reward),
-            "scores": {name: None if np.isnan(x) else float(x) for name, x in zip(names, heads, strict=True)},
-            "advantage": float(advantage),
-            "stop": c.stop.name.lower(),
-            "prompt_ids": list(prompt.ids),
-            "ids": c.ids.tolist(),
-            "logp": c.logp.tolist(),
-            "row": prompt.row,
-        } | ({} if c.versions is None else {"versions": c.versions.tolist()})
