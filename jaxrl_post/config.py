@@ -159,7 +159,7 @@ class Training(Section):
     sequence_attention: Literal["auto", "ring", "ulysses"] = "auto"
     """How attention reaches beyond a device where `mesh.sequence` cuts rows along time: `ring`, keys and values go
     around (row lengths are multiples of 2 · `mesh.sequence`), or `ulysses`, heads are exchanged for columns (key/value
-    heads are multiples of `mesh.sequence` · `mesh.tensor`); `auto` takes the one that sends less."""
+    heads are multiples of `mesh.sequence` · `mesh.tensor`); `auto` is the ring."""
     max_skipped_updates: PositiveInt | None = 5
     """Updates in a row without a finite gradient, each of which is skipped, until the run keeps the last in
     RUN_DIR/faults and ends. Null: never."""

@@ -69,7 +69,7 @@ def graded(completions):
 
 
 def update(config, mesh, samples):
-    """Parameters after a step of SGD, metrics."""
+    """Parameters after a step of SGD, metrics, log-probs of the targets."""
     graphdef, params, axes = abstract(config)
     optimizer = Optimizer(optax.identity(), lambda _: jax.numpy.float32(1.0), None)
     shardings = state_shardings(params, axes, optimizer, mesh)
@@ -80,8 +80,8 @@ def update(config, mesh, samples):
         batch_shardings=rows, mixture=Mixture(aux_loss_coef=0.01, z_loss_coef=0.01) if config.moe else None,
     )  # fmt: skip
     batch, n_micro, _ = pack(samples, shape, aggregation="token-mean")
-    state, metrics, _ = run(init_state(weights(config), optimizer, shardings), place(batch, rows), np.int32(n_micro))
-    return jax.device_get(state.params), jax.device_get(metrics)
+    state, metrics, logp = run(init_state(weights(config), optimizer, shardings), place(batch, rows), np.int32(n_micro))
+    return jax.device_get((state.params, metrics, logp))
 
 
 @functools.cache
@@ -91,12 +91,13 @@ def alone(config):
     return completions, *update(config, one, graded(completions))
 
 
-def differences(completions, params, metrics, expected):
+def differences(completions, params, metrics, logp, expected):
     """(what, its greatest difference, the greatest allowed)."""
-    of_one, params_of_one, metrics_of_one, before = expected
+    of_one, params_of_one, metrics_of_one, logp_of_one, before = expected
     pairs = list(zip(completions, of_one, strict=True))
     yield "sampled ids that differ", sum(not np.array_equal(a.ids, b.ids) for a, b in pairs), 0
     yield "log-probs of samples", max(np.abs(a.logp - b.logp).max() for a, b in pairs), 2e-5
+    yield "log-probs of targets", np.abs(logp - logp_of_one).max(), 2e-5
     for name, value in metrics_of_one.items():
         yield name, abs(metrics[name] - value), 1e-5 + 1e-4 * abs(value)
     moved = jax.tree.map(lambda old, new: np.abs(new - old).max(), before, params_of_one)
@@ -121,9 +122,10 @@ def test_a_step_on_any_mesh_is_that_of_one_device(config, name):
     expected = (*alone(config), weights(config))
     mesh, over = make_mesh(sizes), dataclasses.replace(config, sequence_attention=kind)
     completions = rollout(config, mesh)
-    params, metrics = update(over, mesh, graded(completions))
+    params, metrics, logp = update(over, mesh, graded(completions))
     rows = [
-        (what, float(gap), float(limit)) for what, gap, limit in differences(completions, params, metrics, expected)
+        (what, float(gap), float(limit))
+        for what, gap, limit in differences(completions, params, metrics, logp, expected)
     ]
     table = "\n".join(
         f"{'!' if not gap <= limit else ' '} {what:40} {gap:10.2e} {limit:10.2e}" for what, gap, limit in rows

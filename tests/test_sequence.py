@@ -9,6 +9,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_post.config import Config
+from jaxrl_post.loops.learner import Learner
+from jaxrl_post.loops.planning import stand_in_job
 from jaxrl_post.models import sequence
 from jaxrl_post.models.attention import packed_attention
 from sharding import make_mesh
@@ -84,3 +87,30 @@ def test_attention_over_devices_equals_that_of_one(kind, sizes, query_chunk, mon
     for actual, wanted in zip(grads, expected_grads, strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-5)
     assert min(np.abs(wanted).max() for wanted in expected_grads) > 0.1
+
+
+def test_the_ring_is_taken_unless_heads_are_to_be_exchanged():
+    assert [sequence.choose(asked, 32, 8, 4, 2) for asked in ("auto", "ring", "ulysses")] == ["ring", "ring", "ulysses"]
+
+
+def job(training, **mesh):
+    raw = {
+        "model": {"random": {"heads": 4, "kv_heads": 2}},
+        "mesh": mesh,
+        "data": {"prompts_per_step": 8, "max_prompt_tokens": 16},
+        "rollout": {"samples_per_prompt": 4, "max_new_tokens": 16},
+        "training": training,
+    }
+    return stand_in_job(Config.model_validate(raw), jax.devices())
+
+
+def test_heads_that_cannot_be_exchanged_are_refused_with_both_numbers():
+    with pytest.raises(ValueError, match=r"sequence_attention=ulysses.*sequence=2 × tensor=2 = 4.*has 2 .*take ring"):
+        job({"sequence_attention": "ulysses"}, sequence=2, tensor=2, fsdp=2)
+
+
+@pytest.mark.parametrize(("length", "kind", "next_length"), [(44, "ring", 48), (41, "ulysses", 42)])
+def test_rows_that_cannot_be_cut_are_refused_with_the_next_length(length, kind, next_length):
+    sizes = {"sequence": 2, "fsdp": 4} if kind == "ulysses" else {"sequence": 4, "fsdp": 2}
+    with pytest.raises(ValueError, match=rf"row of {length} .*sequence_attention={kind}.* {next_length}\)"):
+        Learner(job({"sequence_attention": kind, "row_length": length}, **sizes))

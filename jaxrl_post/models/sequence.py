@@ -47,21 +47,17 @@ def check_length(kind: Kind, T: int, s: int) -> None:
 
 
 def choose(asked: Literal["auto", "ring", "ulysses"], heads: int, kv_heads: int, s: int, tensor: int) -> Kind:
-    """`auto`: the one that sends less, where heads can be exchanged: all keys and values pass a ring's device, (s-1)·2K
-    heads of its columns; an exchange takes (s-1)/s of 2H + 2K.
+    """`auto` is the ring: it computes half of the scores, where an exchange computes those that a causal mask hides.
 
     Raises: ValueError when heads are to be exchanged and do not divide.
     """
     ways = s * tensor
-    divides = kv_heads % ways == 0  # and so do query heads, their multiple
-    if asked == "ulysses" and not divides:
+    if asked == "ulysses" and kv_heads % ways:  # query heads are a multiple of them
         raise ValueError(
             f"training.sequence_attention=ulysses spreads key/value heads over mesh sequence={s} × tensor={tensor} = "
             f"{ways}, and the model has {kv_heads} (and {heads} query heads): take ring, or lower mesh.sequence"
         )
-    if asked != "auto":
-        return asked
-    return "ulysses" if divides and s * kv_heads > heads + kv_heads else "ring"
+    return "ulysses" if asked == "ulysses" else "ring"
 
 
 def arrange(kind: Kind, x: jax.Array, axis: int = 1) -> jax.Array:
