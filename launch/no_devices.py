@@ -12,7 +12,7 @@ ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
     "TPU_MIN_LOG_LEVEL": "3",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
     "GRPC_VERBOSITY": "ERROR",
 }
 # In /dev: NVIDIA's (the last is Windows' for Linux), AMD's and TPUs'.

@@ -60,7 +60,7 @@ def _sweep(config: Config | OfflineConfig, target: Target, devices: Sequence[Any
             refused.append(f"{mesh}: {error}")
     if not plans:
         raise ValueError(f"no mesh of {target.name} takes the model: {'; '.join(refused)}")
-    return sorted(plans, key=lambda one: (not one.fits, one.step_seconds))
+    return sorted(plans, key=lambda one: (not one.fits, one.step_seconds or math.inf))
 
 
 def factorizations(devices: int, per_link: int, experts: int = 1) -> Iterator[dict[str, int]]:
@@ -80,7 +80,9 @@ def describe(one: Plan) -> str:
     lines += [f"  a rollout: {one.shape}"] if one.shape else []
     for program in one.programs:
         lines += ["", *_program_lines(program, chip.memory)]
-    lines += ["", f"estimate of a step (every sample to its limit, the chip's peak rates): {one.step_seconds:.1f} s"]
+    lines.append("")
+    if one.step_seconds is not None:
+        lines.append(f"estimate of a step (every sample to its limit, the chip's peak rates): {one.step_seconds:.1f} s")
     room = f"{USABLE * chip.memory / GIB:.1f} of {chip.memory / GIB:.1f} GiB"
     lines.append(f"fits in {room} a device" if one.fits else f"DOES NOT FIT in {room} a device")
     return "\n".join(lines + [f"  {line}" for line in advice(one)])
@@ -109,7 +111,7 @@ def ranking(plans: Sequence[Plan]) -> str:
     lines = ["meshes, the best first"]
     for one in plans:
         axes = " × ".join(f"{axis}={size}" for axis, size in one.mesh.items()) or "one device"
-        refused = any(program.refused is not None for program in one.programs)
+        refused = one.step_seconds is None
         peak = "no room" if refused else f"{max(program.peak for program in one.programs) / GIB:.1f} GiB"
         time = "" if refused else f"{one.step_seconds:.1f} s a step"
         lines.append(f"  {axes:32} {peak:>12}  {'fits' if one.fits else 'does not fit':12}  {time}")

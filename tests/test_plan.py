@@ -12,6 +12,7 @@ import pytest
 
 from jaxrl_post.config import Config
 from jaxrl_post.config_offline import OfflineConfig
+from jaxrl_post.loops.planned import Plan, ProgramPlan
 from launch import plan as planning
 from sharding import targets
 
@@ -20,10 +21,10 @@ MODEL = {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 2, "k
 FITS, DOES_NOT_FIT = 0, 1
 
 
-def offline(kind, **mesh):
+def offline(kind, model=MODEL, **mesh):
     return OfflineConfig.model_validate(
         {
-            "model": {"random": MODEL, "scan_layers": True},
+            "model": {"random": model, "scan_layers": True},
             "mesh": mesh,
             "data": {"path": "not_there.jsonl", "examples_per_step": 4, "max_tokens": 32},
             "algorithm": {"kind": kind},
@@ -78,12 +79,25 @@ def test_one_that_does_not_fit_is_told_what_to_change(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_sweep_ranks_the_meshes_there_are(capsys, monkeypatch):
+def test_a_sweep_ranks_the_meshes_there_are_with_experts_among_them(capsys, monkeypatch):
     shrink(monkeypatch)
-    assert planning.plan(offline("sft"), ["h200:1x2"], as_json=False, sweep=True) == DOES_NOT_FIT
+    experts = MODEL | {"family": "qwen3_moe", "experts": {"count": 4, "per_token": 2, "size": 32}}
+    assert planning.plan(offline("sft", experts), ["h200:1x2"], as_json=False, sweep=True) == DOES_NOT_FIT
     ranked = capsys.readouterr().out.partition("meshes, the best first\n")[2].splitlines()
-    assert {line.split()[0] for line in ranked} == {"fsdp=2", "tensor=2"}
+    assert {line.split()[0] for line in ranked} == {"fsdp=2", "expert=2", "tensor=2"}
     assert all("does not fit" in line for line in ranked)
+
+
+def test_no_time_is_told_of_a_program_that_found_no_room():
+    """Nor is anything known of its memory."""
+    refused = ProgramPlan("update", 1, refused="Ran out of memory on HBM")
+    one = Plan(targets.parse_target("v5e:2x2"), {"fsdp": 4}, 7, "", (refused,))
+    report = planning.describe(one)
+    assert "update: the compiler found no room: Ran out of memory on HBM" in report
+    assert "estimate" not in report
+    assert "  update: more devices" in report
+    assert "no room" in planning.ranking([one])
+    assert planning.as_dict(one)["step_seconds_estimate"] is None
 
 
 def test_a_mesh_of_other_size_is_refused_by_what_to_set():

@@ -73,7 +73,10 @@ class Plan:
         return all(program.refused is None and program.peak <= room for program in self.programs)
 
     @property
-    def step_seconds(self) -> float:
+    def step_seconds(self) -> float | None:
+        """None where the compiler refused a program."""
+        if any(program.refused is not None for program in self.programs):
+            return None
         return sum(program.runs * sum(program.seconds.values()) for program in self.programs)
 
 
