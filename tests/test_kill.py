@@ -32,6 +32,7 @@ def check_kills(folder, steps, seed, count):
     return killed.count(signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_killed_twice(tmp_path):
     assert check_kills(tmp_path, steps=6, seed=2, count=2) == 2
 
