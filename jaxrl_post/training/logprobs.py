@@ -72,7 +72,9 @@ def target_logprobs(
 
     def local(params: Params, x_BtD: jax.Array, *dealt: jax.Array) -> tuple[jax.Array, jax.Array]:
         source_BM, target_BM, mask_BM = (x[..., 0] for x in dealt)
-        x_BMD = at_targets(lax.all_gather(x_BtD, SEQUENCE, axis=1, tiled=True), source_BM)
+        # In float32, since their gradients come back as sums over devices; XLA's CPU backend aborts on a bfloat16 sum.
+        x_BTD = lax.all_gather(x_BtD.astype(jnp.float32), SEQUENCE, axis=1, tiled=True)
+        x_BMD = at_targets(x_BTD, source_BM).astype(x_BtD.dtype)
         anyones_BM = lax.pmax(mask_BM.astype(jnp.int32), SEQUENCE) > 0
         logits = nnx.merge(graphdef, params).logits
         said = chunked_logprobs(logits, x_BMD, target_BM, mask_BM, chunk=-(-chunk // s), live_BM=anyones_BM, **options)
