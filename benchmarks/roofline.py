@@ -106,7 +106,7 @@ def run_ours(folder: Path, group: int, width: int, options: argparse.Namespace) 
             "task": {"kind": "jsonl", "path": str(folder / "prompts.jsonl")}, "prompts_per_step": len(lines),
             "max_prompt_tokens": width, "chat": False,
         },
-        "reward": {"kind": "function", "function": "roofline:alternate"},
+        "reward": {"kind": "function", "function": "roofline:alternate", "workers": 0, "per": "step"},
         "rollout": {"samples_per_prompt": group, "max_new_tokens": options.new, "min_tokens": options.new - 1},
         "algorithm": {"kind": "grpo", "old_logprobs": "trainer"},  # without a stop the draw is not quite the policy's
         "dump_rollouts": False,

@@ -97,7 +97,7 @@ def _recipe(folder: Path, options: argparse.Namespace) -> dict[str, object]:
     task = {"kind": "jsonl", "path": str(folder / "prompts.jsonl")}
     return common | {
         "data": {"task": task, "prompts_per_step": PROMPTS, "max_prompt_tokens": LONGEST, "chat": False},
-        "reward": {"kind": "function", "function": "train_step:even_share"},
+        "reward": {"kind": "function", "function": "train_step:even_share", "workers": 0},
         "rollout": {"samples_per_prompt": GROUP, "max_new_tokens": MAX_NEW},
         "dump_rollouts": False,
     }
