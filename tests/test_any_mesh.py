@@ -109,7 +109,7 @@ def differences(completions, params, metrics, logp, expected):
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        pytest.param(SMALL, "fsdp=2 sequence=2 tensor=2", id="small fsdp=2 sequence=2 tensor=2"),
+        pytest.param(SMALL, "fsdp=2 sequence=2 tensor=2 ulysses", id="small fsdp=2 sequence=2 tensor=2 ulysses"),
         *(
             pytest.param(config, name, id=f"{'experts' if config.moe else 'dense'} {name}", marks=pytest.mark.slow)
             for config, name in SLOW_CASES

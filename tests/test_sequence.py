@@ -72,7 +72,7 @@ def cut(kind, sizes):
     ("kind", "sizes"),
     [
         ("ring", {"sequence": 4, "tensor": 2}),
-        ("ulysses", {"sequence": 2, "tensor": 2}),
+        pytest.param("ulysses", {"sequence": 2, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param("ring", {"sequence": 3}, marks=pytest.mark.slow),
         pytest.param("ring", {"sequence": 8}, marks=pytest.mark.slow),
         pytest.param("ulysses", {"sequence": 4}, marks=pytest.mark.slow),
