@@ -58,6 +58,7 @@ def build_network(
     """
     mesh = mesh_of(config, jax.devices() if devices is None else devices)
     model = _over_columns(model_config(config, folder, tokenizer.vocab_size, platform(mesh)), config, mesh)
+    _check_sums(model, mesh)
     graphdef, params, axes = abstract(model)
     has_head = config.algorithm.kind == "reward_model"
     if has_head:
@@ -126,6 +127,15 @@ def _over_columns(model: ModelConfig, config: Config | OfflineConfig, mesh: Mesh
 def check_row(network: Network, length: int) -> None:
     """Raises: ValueError when packed rows of so many positions cannot be cut over `mesh.sequence`."""
     sequence.check_length(network.model.sequence_attention, length, network.mesh.shape["sequence"])
+
+
+def _check_sums(model: ModelConfig, mesh: Mesh) -> None:
+    """Raises: ValueError where XLA's CPU backend would abort: it cannot sum experts' bfloat16 outputs over devices."""
+    if platform(mesh) == "cpu" and model.moe and mesh.shape["expert"] > 1 and model.dtype == "bfloat16":
+        raise ValueError(
+            f"model.dtype=bfloat16 with mesh.expert={mesh.shape['expert']} does not run on CPUs, where XLA cannot sum "
+            "bfloat16 over devices: set model.dtype=float32, or mesh.expert=1"
+        )
 
 
 def _experts(shape: ModelConfig, options: Mixture, platform: str) -> Experts | None:
