@@ -316,7 +316,7 @@ def test_top_k_and_top_p_restrict_what_is_drawn():
 def test_one_prefill_for_each_prompt_when_a_group_fits_the_slots():
     options = SampleOptions(samples_per_prompt=4, max_new_tokens=5, slots=8)
     sampling = Sampling(np.ones(20, np.float32), np.zeros(20, np.int32), np.ones(20, np.float32))
-    shape = engine_shape(5, options, 8, sampling, CONFIG, 1e9)
+    shape = engine_shape(5, options, 8, sampling, CONFIG, 1e9, "cpu")
     assert shape.prompts_per_refill * 4 == shape.refill
     rollout = generate(samples_per_prompt=4, slots=8)
     assert sum(rollout.refills) * shape.prompts_per_refill == 5
@@ -344,6 +344,6 @@ def test_compiles_once_for_each_shape():
 
 def test_features_are_static():
     sampling = Sampling(np.ones(2, np.float32), np.zeros(2, np.int32), np.ones(2, np.float32))
-    shape = engine_shape(1, SampleOptions(samples_per_prompt=2), 8, sampling, CONFIG, 1e9)
+    shape = engine_shape(1, SampleOptions(samples_per_prompt=2), 8, sampling, CONFIG, 1e9, "cpu")
     assert hash(shape) == hash(dataclasses.replace(shape))
     assert not any(dataclasses.astuple(shape.features))

@@ -16,6 +16,7 @@ from tiny_training import TEMPERATURE, TINY, assert_trees_close, sgd, tiny_param
 from jaxrl_post.config_distillation import Distillation, Divergence
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Decoder, abstract, split
+from jaxrl_post.models.placement import ANYWHERE
 from jaxrl_post.training.distillation_loss import distillation_loss, taught_forward
 from jaxrl_post.training.distillation_update import make_taught_update
 from jaxrl_post.training.packing import PackShape, pack
@@ -121,9 +122,7 @@ FORMS = {
 
 @functools.cache
 def program(form):
-    forward = taught_forward(
-        GRAPHDEFS[1], GRAPHDEFS, FORMS[form][0], temperature=TEMPERATURE, chunk=16, place=lambda x: x
-    )
+    forward = taught_forward(GRAPHDEFS[1], GRAPHDEFS, FORMS[form][0], temperature=TEMPERATURE, chunk=16, place=ANYWHERE)
     teach = Distillation(kind="distillation", teacher={"kind": "start"})
 
     def loss(params, teachers, batch):
