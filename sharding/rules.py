@@ -67,6 +67,9 @@ TRAIN = Rules(
 # The rollout engine runs every batch shard on its own, so each needs whole weights (up to the tensor axis). Experts
 # stay cut: the replicas along `expert` run their steps together.
 ROLLOUT = dataclasses.replace(TRAIN, embed=())
+# What `mesh.fsdp` cuts, by ZeRO's stages (arXiv:1910.02054): with 2 gradients and moments, and weights are whole as in
+# rollouts; with 3 weights too. Gradients and moments follow TRAIN in both.
+WEIGHTS_BY_ZERO = {2: ROLLOUT, 3: TRAIN}
 
 
 def partition_spec(axes: LogicalAxes, shape: tuple[int, ...], rules: Rules, mesh: AnyMesh, name: str) -> PartitionSpec:

@@ -64,7 +64,9 @@ class Critic:
             self._abstract_params["decoder"], axes["decoder"], held = job.network.abstract_params, job.network.axes, {}
         updates = algorithm.epochs * algorithm.mini_batches
         self._optimizer = make_optimizer(algorithm.critic, job.config.steps, updates)
-        self._shardings = state_shardings(self._abstract_params, axes, self._optimizer, job.network.mesh)
+        self._shardings = state_shardings(
+            self._abstract_params, axes, self._optimizer, job.network.mesh, job.network.rules
+        )
         # A state after the last token takes that token as an input, with one more target to read it at.
         self.shape = update_shape(job, job.config.rollout.max_new_tokens + algorithm.bootstrap_truncated)
         self._batch_shardings = batch_shardings(self.shape, job.network.mesh)

@@ -50,7 +50,7 @@ class Learner:
         self._job = job
         self._optimizer = make_optimizer(config.optimizer, config.steps, algorithm.epochs * algorithm.mini_batches)
         self._shardings = state_shardings(
-            job.network.abstract_params, job.network.axes, self._optimizer, job.network.mesh
+            job.network.abstract_params, job.network.axes, self._optimizer, job.network.mesh, job.network.rules
         )
         self._lessons = isinstance(algorithm, Distillation)  # teachers' prompts lie in the same rows
         self.shape = update_shape(job, config.rollout.max_new_tokens, self._lessons)

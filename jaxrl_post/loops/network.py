@@ -21,7 +21,7 @@ from jaxrl_post.models.decoder import Decoder, Params, abstract, split
 from jaxrl_post.models.huggingface import load_params, read_config
 from sharding.mesh import AXES, make_mesh, platform, resolve_sizes
 from sharding.placement import Tree, reshard, tree_shardings
-from sharding.rules import ROLLOUT, TRAIN, Rules
+from sharding.rules import ROLLOUT, TRAIN, WEIGHTS_BY_ZERO, Rules
 
 SHALLOW = 8  # layers; each that is not scanned takes half a second or so to compile
 
@@ -40,10 +40,12 @@ class Network:
     axes: Tree
     mesh: Mesh
     has_head: bool
+    rules: Rules = TRAIN
+    """The layout of the weights in training."""
 
-    def shardings(self, rules: Rules = TRAIN) -> Tree:
-        """Of the parameters. Raises: ValueError for sizes that the mesh does not divide."""
-        return tree_shardings(self.axes, self.abstract_params, rules, self.mesh)
+    def shardings(self, rules: Rules | None = None) -> Tree:
+        """Of the parameters, in training unless told. Raises: ValueError for sizes that the mesh does not divide."""
+        return tree_shardings(self.axes, self.abstract_params, rules or self.rules, self.mesh)
 
 
 def build_network(
@@ -64,7 +66,7 @@ def build_network(
     if has_head:
         params = {"decoder": params, "head": scalar_head.abstract_head(model)}
         axes = {"decoder": axes, "head": scalar_head.AXES}
-    network = Network(folder, model, graphdef, params, axes, mesh, has_head)
+    network = Network(folder, model, graphdef, params, axes, mesh, has_head, WEIGHTS_BY_ZERO[config.mesh.zero])
     network.shardings()
     return network
 

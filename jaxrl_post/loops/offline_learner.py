@@ -72,7 +72,9 @@ class OfflineLearner:
         self._teachers = teachers
         self._job, self._algorithm = job, config.algorithm
         self._optimizer = make_optimizer(config.optimizer, config.steps)
-        self._shardings = state_shardings(network.abstract_params, network.axes, self._optimizer, network.mesh)
+        self._shardings = state_shardings(
+            network.abstract_params, network.axes, self._optimizer, network.mesh, network.rules
+        )
         self.shape = _shape(job)
         self._batch_shardings: Any = example_shardings(self.shape, network.mesh)
         if teachers.shardings:

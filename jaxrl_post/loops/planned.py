@@ -16,7 +16,7 @@ from jax.stages import Traced
 
 from jaxrl_post.loops.network import Network
 from jaxrl_post.training.packing import PackShape
-from jaxrl_post.training.state import TrainState
+from jaxrl_post.training.state import TrainState, first_moments
 from sharding.placement import Tree, bytes_per_device
 from sharding.report import Collective, Memory, Program, count_flops, memory_of
 from sharding.rules import ROLLOUT
@@ -112,8 +112,7 @@ def planned_update(
 
     Weights, gathered, are read three times a micro-batch; state and gradients are read and written once.
     """
-    gradients = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), state.params)
-    own = state_bytes(state) | {"sums of gradients": placed_bytes(gradients)}
+    own = state_bytes(state) | {"sums of gradients": placed_bytes(first_moments(state))}
     traffic = 3 * shape.micro_batches * gathered_bytes(network) + 2 * sum(own.values())
     return Planned(name, runs, traced, held, {**own, **reads}, "sums of gradients", [shape.micro_batches], traffic)
 

@@ -18,7 +18,7 @@ from jaxrl_post.models import scalar_head
 from jaxrl_post.training.logprobs import token_logprobs
 from jaxrl_post.training.optimizer import Optimizer
 from jaxrl_post.training.preference_loss import OfflineLoss, Scalars
-from jaxrl_post.training.state import TrainState
+from jaxrl_post.training.state import TrainState, first_moments
 from jaxrl_post.training.update import apply_gradients, micro, placed_gradient, row_placement
 from jaxrl_post.types_offline import OfflineBatch
 
@@ -87,7 +87,7 @@ def make_offline_update(
     def micro_loss(params: Tree, micro: OfflineBatch, constant: jax.Array) -> tuple[jax.Array, Scalars]:
         return loss(forward(params, micro, constant), micro, constant)
 
-    gradient = placed_gradient(micro_loss, shardings.params)
+    gradient = placed_gradient(micro_loss, first_moments(shardings))
 
     def update(
         state: TrainState, batch: OfflineBatch, constant: jax.Array, n_micro: jax.Array

@@ -46,14 +46,15 @@ def restorable_state(params: Tree, optimizer: Optimizer, shardings: TrainState) 
     return placed_shapes(abstract_state(params, optimizer), shardings)
 
 
-def state_shardings(params: Tree, axes: Tree, optimizer: Optimizer, mesh: Mesh, rules: Rules = TRAIN) -> TrainState:
-    """A `NamedSharding` for each array of `abstract_state`: moments as their parameter, counters on every device.
+def state_shardings(params: Tree, axes: Tree, optimizer: Optimizer, mesh: Mesh, weights: Rules = TRAIN) -> TrainState:
+    """A `NamedSharding` for each array of `abstract_state`: parameters by the rules of `weights`, moments by those of
+    TRAIN, counters on every device.
 
     `params` and `axes` are those of `models.decoder.abstract`. Which leaves of the optimizer's state belong to which
     parameter is optax's own knowledge. Raises: ValueError as `sharding.placement.tree_shardings`.
     """
     state = abstract_state(params, optimizer)
-    by_param = tree_shardings(axes, state.params, rules, mesh)
+    by_param = tree_shardings(axes, state.params, TRAIN, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree_map_params(
         optimizer.transform.init,
@@ -62,7 +63,12 @@ def state_shardings(params: Tree, axes: Tree, optimizer: Optimizer, mesh: Mesh, 
         by_param,
         transform_non_params=lambda _: everywhere,
     )
-    return TrainState(by_param, opt_state, everywhere)
+    return TrainState(tree_shardings(axes, state.params, weights, mesh), opt_state, everywhere)
+
+
+def first_moments(state: TrainState) -> Tree:
+    """A tree like the parameters'. Of `state_shardings` it is where gradients lie: as the moments that they move."""
+    return optax.tree_utils.tree_get(state.opt_state, "mu")
 
 
 def _init_moments(optimizer: Optimizer) -> Any:

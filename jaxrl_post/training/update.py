@@ -22,7 +22,7 @@ from jaxrl_post.training.logprobs import target_logprobs
 from jaxrl_post.training.loss import Scalars, Tally, TokenLoss, combine, summarize
 from jaxrl_post.training.optimizer import Optimizer, clip
 from jaxrl_post.training.packing import POSITION_FIELDS, PackShape, empty_batch
-from jaxrl_post.training.state import TrainState
+from jaxrl_post.training.state import TrainState, first_moments
 from jaxrl_post.types import RoutedBatch, TrainBatch
 from sharding.placement import tree_shardings
 from sharding.rules import TRAIN, Rules
@@ -129,7 +129,7 @@ def jit_update(
     made from the whole update's tally and those of `apply_gradients`. What `survey(params, batch, n_micro)` finds out
     about the whole update goes to each `micro_loss` after `held`.
     """
-    gradient = placed_gradient(micro_loss, shardings.params)
+    gradient = placed_gradient(micro_loss, first_moments(shardings))
 
     def update(
         state: TrainState, batch: Tree, n_micro: jax.Array, *held: Tree
@@ -220,7 +220,7 @@ def apply_gradients(
 
 
 def placed_gradient(loss: Callable[..., tuple[jax.Array, Any]], shardings: Tree) -> Callable[..., tuple[Tree, Any]]:
-    """From `loss(params, ...) -> (loss, tally)` to `(gradients, tally)`: float32, each cut like its parameter."""
+    """From `loss(params, ...) -> (loss, tally)` to `(gradients, tally)`: float32, on these shardings."""
 
     def gradient(params: Tree, *arguments: Any) -> tuple[Tree, Any]:
         grads, tally = jax.grad(loss, has_aux=True)(params, *arguments)
