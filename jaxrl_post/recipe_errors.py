@@ -97,11 +97,15 @@ def fields_at(keys: Keys, tree: dict[str, Any]) -> dict[str, FieldInfo]:
 def _keys(loc: tuple[int | str, ...], tree: Any, missing: bool) -> Keys:
     """`loc` without what pydantic adds to a path: the names of union members."""
     keys: list[str] = []
+    entered = True  # a section's kind comes before its keys, one of which may have the same name: reward.function
     for i, part in enumerate(loc):
-        inside = (isinstance(tree, dict) and part in tree) or (isinstance(tree, list) and isinstance(part, int))
-        if inside:
+        absent = missing and i == len(loc) - 1
+        of_kind = entered and not absent and isinstance(tree, dict) and part == tree.get("kind")
+        known = (isinstance(tree, dict) and part in tree) or (isinstance(tree, list) and isinstance(part, int))
+        entered = known and not of_kind
+        if entered:
             tree = tree[part]
-        elif not (missing and i == len(loc) - 1):
+        elif not absent:
             continue
         keys.append(str(part))
     return tuple(keys)

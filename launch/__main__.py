@@ -21,7 +21,7 @@ from jaxrl_post.config_offline import OfflineConfig
 from launch import cluster
 from launch.faults import is_user_error
 from launch.no_devices import look_for_none, skip_absent_devices
-from launch.supervisor import Cast, add_options, supervise
+from launch.supervisor import Cast, add_options, check_supervised, supervise
 
 TRAIN_USAGE = "python -m launch CONFIG [section.key=value ...] [--print-config] [--processes N]"
 OTHER_USAGES = (
@@ -59,9 +59,12 @@ def _train(words: Sequence[str]) -> int:
         print(recipes.dump(config), end="")
         return 0
     if arguments.replay is not None:
+        if arguments.rollouts or arguments.rollout_only or arguments.processes is not None:
+            raise ValueError("--replay makes one update, here: leave out --rollouts, --rollout-only and --processes")
         _replay(config, Path(arguments.replay))
         return 0
     mode = _mode(arguments, config)
+    check_supervised(arguments)
     if arguments.processes is not None:
         cluster.check_alone(arguments)
         cast = Cast(arguments.processes, arguments.devices_per_process, arguments.max_restarts)

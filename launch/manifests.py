@@ -6,6 +6,7 @@ One process a host, which owns all of the host's accelerators. docs/multihost.md
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import shlex
 from typing import Any
@@ -90,6 +91,15 @@ class Tpu:
             raise ValueError(f"--tpu {text!r}: expected KIND:TOPOLOGY, such as tpu-v5p-slice:2x2x4")
         return cls(kind, topology)
 
+    def check(self, order: Order) -> None:
+        """Raises: ValueError where the job's hosts have not as many chips as the slice, and so would never start."""
+        chips, asked = math.prod(map(int, self.topology.split("x"))), order.hosts * order.accelerators
+        if chips != asked:
+            raise ValueError(
+                f"--tpu {self.kind}:{self.topology} is {chips} chips, --hosts {order.hosts} with --gpus-per-host "
+                f"{order.accelerators} are {asked}: give the slice's hosts, and the chips of each"
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class Kubernetes:
@@ -108,6 +118,13 @@ class Sky:
 
     gpu: str
     bucket: str
+
+    def __post_init__(self) -> None:
+        if "://" not in self.bucket:
+            raise ValueError(
+                f"--bucket {self.bucket!r} names no store, and SkyPilot would take it for a local path: give its "
+                f"address, such as s3://{self.bucket}"
+            )
 
 
 def slurm_script(order: Order, slurm: Slurm) -> str:
@@ -190,7 +207,7 @@ def _pod(order: Order, kubernetes: Kubernetes) -> Manifest:
         "command": ["python", "-m", "launch", "/recipe/recipe.yaml"],
         "ports": [{"containerPort": PORT}],
         "env": _pod_environment(order, kubernetes),
-        "resources": {"requests": count, "limits": count},
+        "resources": {"requests": count, "limits": dict(count)},  # one object twice is a YAML alias
         "volumeMounts": [
             {"name": "recipe", "mountPath": "/recipe", "readOnly": True},
             {"name": "storage", "mountPath": kubernetes.mount},

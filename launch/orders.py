@@ -76,6 +76,8 @@ def _manifest(scheduler: str, given: argparse.Namespace, order: Order) -> str:
                     "of two parts at least, such as run_dir=/runs/name"
                 )
             tpu = None if given.tpu is None else Tpu.parse(given.tpu)
+            if tpu is not None:
+                tpu.check(order)
             return jobset(order, Kubernetes(given.image, given.claim, str(mount), given.namespace, tpu))
         case _:
             return sky_task(order, Sky(given.gpu, given.bucket))

@@ -55,6 +55,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-restarts", type=int, default=0, metavar="R", help="go on from the last checkpoint (0)")
 
 
+def check_supervised(given: argparse.Namespace) -> None:
+    """Raises: ValueError where options of --processes come without it, and would be passed over."""
+    for option, value, without in (
+        ("--devices-per-process", given.devices_per_process, 1),
+        ("--max-restarts", given.max_restarts, 0),
+    ):
+        if given.processes is None and value != without:
+            raise ValueError(f"{option} {value} needs --processes: --processes 1 starts and watches a single one")
+
+
 def supervise(command: Sequence[str], cast: Cast, logs: Path) -> int:
     """Run `command` as every process of a job until it is done; the exit code of the first process that failed, or 0.
 

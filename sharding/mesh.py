@@ -31,8 +31,11 @@ def resolve_sizes(requested: Mapping[str, int], device_count: int, allow_unused:
     if len(fixed) < len(AXES):
         (rest,) = sizes.keys() - fixed.keys()
         if not fits:
-            verb = "exceeds" if allow_unused else "does not divide"
-            raise ValueError(f"mesh axis {rest}=-1 cannot be filled: {_product(fixed)} {verb} {_have(device_count)}")
+            verb, fix = ("exceeds", "is at most") if allow_unused else ("does not divide", "divides")
+            raise ValueError(
+                f"mesh axis {rest}=-1 cannot be filled: {_product(fixed)} {verb} {_have(device_count)}; give sizes "
+                f"whose product {fix} {device_count}"
+            )
         sizes[rest] = device_count // used
     elif not fits or (used < device_count and not allow_unused):
         fix = "" if used > device_count else ", or allow unused devices"

@@ -99,6 +99,8 @@ def test_help_names_every_command(capsys):
         (["configs"], ["is a folder"]),
         (["configs/quickstart.yaml", "--seed=1"], ["write seed=1"]),
         (["configs/quickstart.yaml", "--print-confg"], ["--print-confg", "usage"]),
+        (["configs/quickstart.yaml", "--replay", "x", "--rollout-only"], ["--replay", "leave out", "--rollout-only"]),
+        (["configs/quickstart.yaml", "--max-restarts", "3"], ["--max-restarts 3 needs --processes"]),
         (["fetch"], ["NAME"]),
         (["export", "runs/x"], ["--to"]),
     ],

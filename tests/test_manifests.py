@@ -13,6 +13,7 @@ from launch.manifests import GPU_ENVIRONMENT, Order, Slurm, Tpu
 
 RECIPE = "configs/tiny/grpo.yaml"
 MESH = ("mesh.data=2", "mesh.fsdp=8")
+IN_A_CLAIM = ("run_dir=/r/x", "--hosts", "2", "--image", "i", "--claim", "c")
 # sbatch of Slurm 24.05: options that take a value, of those that matter to a job of this kind.
 SBATCH = {
     "account", "array", "begin", "chdir", "comment", "constraint", "container", "cpus-per-gpu", "cpus-per-task",
@@ -162,10 +163,18 @@ def test_xla_knows_the_flags():
         (("slurm", RECIPE, *MESH), "--hosts"),
         (("k8s", RECIPE, *MESH, "--hosts", "2", "--image", "i", "--claim", "c"), "absolute path"),
         (
-            ("k8s", RECIPE, *MESH, "run_dir=/r/x", "--hosts", "2", "--image", "i", "--claim", "c", "--tpu", "v5p"),
+            ("k8s", RECIPE, *MESH, "--tpu", "v5p", *IN_A_CLAIM),
             "KIND:TOPOLOGY",
         ),
+        (
+            ("k8s", RECIPE, "--tpu", "tpu-v5p-slice:2x2x4", "--gpus-per-host", "4", *IN_A_CLAIM),
+            "16 chips, --hosts 2 with --gpus-per-host 4 are 8",
+        ),
         (("skypilot", RECIPE, *MESH, "--hosts", "2", "--gpu", "H200", "--bucket", "s3://b"), "absolute path"),
+        (
+            ("skypilot", RECIPE, *MESH, "run_dir=/r/x", "--hosts", "2", "--gpu", "H200", "--bucket", "b"),
+            "--bucket 'b' names no store",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused(capsys, words, said):

@@ -200,6 +200,7 @@ def test_every_synonym_points_at_a_key_that_exists(recipe):
         ("optimizer=", ["this section is empty"]),
         ("optimizer=3", ["this is a section, with keys learning_rate"]),
         ("reward={kind: function, function: os.system}", ["reward.function", "pattern"]),
+        ("reward={kind: function, function: 'a:b', timeout: -1}", ["reward.timeout: -1", "greater than 0"]),
         ("data.task.template=What is {a}?", ["{a} and {b}"]),
         ("data.task.template='{a} {b} {c}'", ["{a}, {b} and {op}"]),
     ],

@@ -52,6 +52,8 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
+    except OverflowError as error:
+        raise ValueError(f"cannot listen on --port {port}: ports go from 0 (any that is free) to 65535") from error
     except OSError as error:
         raise ValueError(f"cannot listen on --host {host} --port {port}: {error.strerror or error}") from error
 

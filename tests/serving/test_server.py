@@ -20,6 +20,7 @@ from tiny_server import COLUMNS, NAME, SLOTS, engine, policy, sampler, serving, 
 from jaxrl_post.rollout.decoding import Decoding
 from jaxrl_post.rollout.schedule import SampleOptions
 from jaxrl_post.serving.protocol import CompletionRequest, parse
+from jaxrl_post.serving.server import listen
 from jaxrl_post.types import StopReason
 
 
@@ -434,3 +435,8 @@ def test_sigterm_lets_a_stream_end_and_exits_with_0(tmp_path):
         assert chunks[-1].choices[0].finish_reason in ("stop", "length")
         rest = process.stderr.read()
         assert process.wait(60) == 0, rest
+
+
+def test_a_port_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="--port 65536: ports go from 0"):
+        listen("127.0.0.1", 65536)
