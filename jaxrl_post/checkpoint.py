@@ -251,7 +251,10 @@ def _check_same(wanted: dict[str, Any], saved: dict[str, Any], partial: bool) ->
             )
     if faults:
         more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
-        raise ValueError(f"{len(faults)} arrays differ from the checkpoint: {'; '.join(sorted(faults)[:SHOWN] + more)}")
+        raise ValueError(
+            f"{len(faults)} arrays differ from the checkpoint: {'; '.join(sorted(faults)[:SHOWN] + more)}. Go on with "
+            "the model and optimizer of the run it is of, or give another run_dir"
+        )
 
 
 def _restore_args(path: str, leaf: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:

@@ -46,7 +46,10 @@ def write(scheduler: str, given: argparse.Namespace, recipe: Path) -> None:
     if given.to is None:
         print(text, end="")
     else:
-        Path(given.to).write_text(text, encoding="utf-8")
+        try:
+            Path(given.to).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--to {given.to}: {error.strerror}: name a file in a folder that exists") from error
 
 
 def _order(given: argparse.Namespace, config: Config | OfflineConfig) -> Order:

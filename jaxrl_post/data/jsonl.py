@@ -33,7 +33,8 @@ def read_rows(path: str | Path, task: config.JsonlTask, key: str = "data.task.pa
             problem = f"{path}:{number}: {error}"
             if task.on_bad_row == "error":
                 section = key.rpartition(".")[0]
-                raise ValueError(f"{problem}. Mend the line, or set {section}.on_bad_row=skip") from error
+                skip = f", or set {section}.on_bad_row=skip" if section else ""
+                raise ValueError(f"{problem}. Mend the line{skip}") from error
             dropped.append(problem)
     if not rows:
         first = f" (first: {dropped[0]})" if dropped else ""

@@ -67,8 +67,11 @@ def state_shardings(params: Tree, axes: Tree, optimizer: Optimizer, mesh: Mesh, 
 
 
 def first_moments(state: TrainState) -> Tree:
-    """A tree like the parameters'. Of `state_shardings` it is where gradients lie: as the moments that they move."""
-    return optax.tree_utils.tree_get(state.opt_state, "mu")
+    """A tree like the parameters', and these themselves where the optimizer has no momentum.
+
+    Of `state_shardings` it is where gradients lie: as the moments that they move.
+    """
+    return optax.tree_utils.tree_get(state.opt_state, "mu", default=state.params)
 
 
 def _init_moments(optimizer: Optimizer) -> Any:
