@@ -47,28 +47,23 @@ def main() -> None:
         prompts, group = write_prompts(folder, options.model)
         config = read_config((folder / "model").resolve())
         rows, width = prompts * group, 32
-        limits = []
-        phases = None
-        for turn in ("before", "after"):
-            decode = options.new * forward_s(config, rows, rows) + forward_s(config, prompts * width, 0)
-            shape = pack_shape(
-                max_prompt=width, max_new_tokens=options.new, samples_per_prompt=group, prompts=prompts,
-                tokens_per_microbatch=options.tokens, attention_length=attention_length(config),
-            )  # fmt: skip
-            positions = shape.rows * shape.length
-            limits.append((decode, update_s(config, positions, positions)))
-            if turn == "before":
-                phases = run_ours(folder, group, width, options)
+        shape = pack_shape(
+            max_prompt=width, max_new_tokens=options.new, samples_per_prompt=group, prompts=prompts,
+            tokens_per_microbatch=options.tokens, attention_length=attention_length(config),
+        )  # fmt: skip
+        positions = shape.rows * shape.length
+        decode_s = lambda: options.new * forward_s(config, rows, rows) + forward_s(config, prompts * width, 0)
+        limits_s = lambda: (decode_s(), update_s(config, positions, positions))
+        before = limits_s()
+        phases = run_ours(folder, group, width, options)
+        decode, update = map(min, before, limits_s())
         theirs = None
         if options.torch:
             theirs = run_peer(
                 options.torch, "peer_torch.py", folder, f"--timed={options.timed}", f"--group={group}",
                 f"--new={options.new}", f"--batch={options.batch}",
             )  # fmt: skip
-    assert phases is not None
-    decode_limit = min(decode for decode, _ in limits)
-    update_limit = phases["micro_batches"] * min(update for _, update in limits)
-    for phase, limit in {"gen_s": decode_limit, "update_s": update_limit}.items():
+    for phase, limit in {"gen_s": decode, "update_s": phases["micro_batches"] * update}.items():
         line = {"model": options.model, "phase": phase.removesuffix("_s"), "ours_s": phases[phase]}
         line |= {"products_s": round(limit, 3), "share": round(limit / phases[phase], 3)}
         if theirs:

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.tree_util import keystr
 
+from sharding.placement import named_leaves
 from sharding.processes import from_first
 
 Tree = Any
@@ -207,8 +207,8 @@ def _is_complete(path: epath.Path) -> bool:
 
 def _flatten(tree: Tree) -> dict[str, Any]:
     """Leaves by path, in tree order."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    flat = {keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    leaves = list(named_leaves(tree))
+    flat = dict(leaves)
     if not flat or "" in flat or len(flat) < len(leaves):
         raise ValueError(f"expected a tree of arrays with distinct paths, got {len(leaves)} leaves at {list(flat)}")
     return flat

@@ -19,7 +19,7 @@ from jaxrl_post import recipes
 from jaxrl_post.config import Config
 from jaxrl_post.config_offline import OfflineConfig
 from launch import cluster
-from launch.faults import is_user_error
+from launch.faults import INTERRUPTED, REFUSED, is_user_error
 from launch.no_devices import look_for_none, skip_absent_devices
 from launch.supervisor import Cast, add_options, check_supervised, supervise
 
@@ -44,12 +44,12 @@ def main(words: Sequence[str]) -> int:
         return command(rest) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except (ValueError, OSError) as error:
         if not is_user_error(error):
             raise
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return REFUSED
 
 
 def _train(words: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ import dis
 import os
 
 OURS = ("__main__", "jaxrl_post", "launch", "sharding")
+REFUSED, INTERRUPTED, BUG = 2, 130, 1  # exit codes; after a refusal, trying again changes nothing
 
 
 def is_user_error(error: BaseException) -> bool:
@@ -22,8 +23,8 @@ def is_user_error(error: BaseException) -> bool:
 
 
 def exit_code(error: BaseException) -> int:
-    """Of a program that ends with it: 2 for the user's, 130 for an interrupt, 1 for a bug."""
-    return 130 if isinstance(error, KeyboardInterrupt) else 2 if is_user_error(error) else 1
+    """Of a program that ends with it."""
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else REFUSED if is_user_error(error) else BUG
 
 
 def _raised_by_us(error: BaseException) -> bool:

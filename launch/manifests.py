@@ -13,9 +13,10 @@ from typing import Any
 
 import yaml
 
+from launch.faults import REFUSED
+
 PORT = 8476  # of process 0
 GRACE_SECONDS = 300  # between the order to stop and the end: enough to finish a step and save
-REFUSED = 2  # exit code of a mistake in the recipe, after which nothing is tried again
 GPU_ENVIRONMENT = {
     "NCCL_DEBUG": "WARN",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",

@@ -87,7 +87,6 @@ def _manifest(scheduler: str, given: argparse.Namespace, order: Order) -> str:
 
 
 def _check_mesh(order: Order, config: Config | OfflineConfig) -> None:
-    from sharding.mesh import AXES, resolve_sizes
+    from jaxrl_post.loops.network import mesh_sizes
 
-    asked = {axis: getattr(config.mesh, axis) for axis in AXES}
-    resolve_sizes(asked, order.hosts * order.accelerators, config.mesh.allow_unused_devices)
+    mesh_sizes(config, order.hosts * order.accelerators)

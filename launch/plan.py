@@ -20,7 +20,7 @@ from sharding.mesh import AXES
 from sharding.targets import Target, open_target, parse_target
 
 GIB = 2**30
-FITS, DOES_NOT_FIT, CANNOT_COMPILE = 0, 1, 2
+FITS, DOES_NOT_FIT = 0, 1
 
 
 def plan(config: Config | OfflineConfig, targets: Sequence[str], as_json: bool, sweep: bool) -> int:

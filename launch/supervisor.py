@@ -19,12 +19,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from launch.faults import REFUSED
+
 ALONE_SECONDS = 10.0  # that the others may run on when one has ended
 POLL_SECONDS = 0.2
 NOISE = b"[Gloo] "  # a line for each group of devices that JAX connects
 TAIL = 20  # lines of the log of a process that failed
 LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
-REFUSED = 2  # exit code of a mistake in the command or the recipe: trying again changes nothing
 
 
 @dataclasses.dataclass(frozen=True)

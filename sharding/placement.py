@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -110,8 +110,19 @@ def bytes_per_device(abstract_tree: Tree, shardings: Tree) -> BytesReport:
     return BytesReport(sum(x.total for x in leaves), max(load.values(), default=0), leaves)
 
 
+def named_leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
+    """Leaves with their paths, `layers/q`, in tree order; a leaf that is the tree has none."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield path_name(path), leaf
+
+
+def path_name(path: Any) -> str:
+    """Of a path into a tree, as JAX gives it: its keys with slashes between."""
+    return keystr(path, simple=True, separator="/")
+
+
 def _name(path: Any) -> str:
-    return keystr(path, simple=True, separator="/") or "array"
+    return path_name(path) or "array"
 
 
 def _place(leaf: Any, sharding: Sharding) -> jax.Array:

@@ -12,8 +12,9 @@ import os
 import subprocess
 import sys
 import threading
-from multiprocessing import Pipe
 from typing import Any
+
+from jaxrl_post import child_process
 
 START_SECONDS = 120.0  # for the process to import Jinja on a busy machine
 MEMORY = 1 << 30  # bytes of address space
@@ -65,15 +66,8 @@ def renderer() -> Renderer:
 
 
 def _start() -> tuple[subprocess.Popen[bytes], Any]:
-    ours, theirs = Pipe()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "jaxrl_post.data.template_worker", str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.defpath},  # no secrets to look for
-        )
+    environ = {"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.defpath}  # no secrets to look for
+    process, ours = child_process.start("jaxrl_post.data.template_worker", environ)
     if not ours.poll(START_SECONDS) or ours.recv_bytes(LONGEST) != b"ready":
         process.kill()
         raise RuntimeError(f"the process that renders chat templates has not started in {START_SECONDS:g} s")

@@ -8,9 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jax.tree_util import keystr
 
 from jaxrl_post import recipes
 from jaxrl_post.checkpoint import Checkpointer
@@ -18,6 +16,7 @@ from jaxrl_post.config import Config
 from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.training.state import TrainState
 from jaxrl_post.types import RoutedBatch, TrainBatch
+from sharding.placement import named_leaves
 from sharding.processes import fetch, from_first, is_first
 
 RECIPE, BATCH, FACTS, WEIGHTS = "config.yaml", "batch.npz", "fault.json", "checkpoints"
@@ -62,8 +61,7 @@ class Fault(NamedTuple):
 
 def _write(folder: Path, config: Config | OfflineConfig, state: TrainState, batch: Any, n_micro: int) -> None:
     """A skipped update has changed nothing in the state but its counter."""
-    leaves = jax.tree_util.tree_leaves_with_path(fetch(batch))
-    arrays = {keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    arrays = dict(named_leaves(fetch(batch)))
     if is_first():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import keystr
 
 from jaxrl_post.models.decoder import Params
+from sharding.placement import named_leaves
 from sharding.processes import fetch
 
 
@@ -16,12 +16,10 @@ def check_layouts(trained: Params, sampled: Params) -> None:
 
     Raises: ValueError naming the first array that differs.
     """
-    pairs = zip(jax.tree_util.tree_leaves_with_path(trained), jax.tree.leaves(sampled), strict=True)
-    for (path, ours), theirs in pairs:
+    for (name, ours), theirs in zip(named_leaves(trained), jax.tree.leaves(sampled), strict=True):
         wanted, found = (np.asarray(fetch(x)) for x in (jnp.asarray(ours, theirs.dtype), theirs))
         differ = (wanted != found) & ~((wanted != wanted) & (found != found))
         if differ.any():
-            name = keystr(path, simple=True, separator="/")
             raise ValueError(
                 f"debug.check_layouts: {name} {wanted.shape} differs between the training layout "
                 f"({ours.sharding.spec}) and the rollout layout ({theirs.sharding.spec}) in {int(differ.sum())} of "

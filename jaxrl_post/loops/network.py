@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -20,7 +21,7 @@ from jaxrl_post.models.config import Experts, ModelConfig
 from jaxrl_post.models.decoder import Decoder, Params, abstract, split
 from jaxrl_post.models.huggingface import load_params, read_config
 from sharding.mesh import AXES, make_mesh, platform, resolve_sizes
-from sharding.placement import Tree, reshard, tree_shardings
+from sharding.placement import Tree, placed_shapes, reshard, tree_shardings
 from sharding.rules import ROLLOUT, TRAIN, WEIGHTS_BY_ZERO, Rules
 
 SHALLOW = 8  # layers; each that is not scanned takes half a second or so to compile
@@ -46,6 +47,17 @@ class Network:
     def shardings(self, rules: Rules | None = None) -> Tree:
         """Of the parameters, in training unless told. Raises: ValueError for sizes that the mesh does not divide."""
         return tree_shardings(self.axes, self.abstract_params, rules or self.rules, self.mesh)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether rollouts read the training arrays themselves: neither layout nor dtype differ."""
+        return self.shardings() == self.shardings(ROLLOUT) and self.model.param_dtype == self.model.dtype
+
+    def rollout_shapes(self) -> Params:
+        """The parameters as rollouts read them: shapes in the compute dtype, with shardings."""
+        dtype = jnp.dtype(self.model.dtype)
+        cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), self.abstract_params)
+        return placed_shapes(cast, self.shardings(ROLLOUT))
 
 
 def build_network(
@@ -94,8 +106,13 @@ def check_ids(network: Network, sequences: Iterable[tuple[str, Iterable[int]]]) 
 
 def mesh_of(config: Config | OfflineConfig, devices: Sequence[jax.Device]) -> Mesh:
     """The mesh a recipe asks for. Raises: ValueError as `resolve_sizes`."""
+    return make_mesh(mesh_sizes(config, len(devices)), devices)
+
+
+def mesh_sizes(config: Config | OfflineConfig, devices: int) -> dict[str, int]:
+    """The size of every axis on so many devices. Raises: ValueError as `resolve_sizes`."""
     asked = {axis: getattr(config.mesh, axis) for axis in AXES}
-    return make_mesh(resolve_sizes(asked, len(devices), config.mesh.allow_unused_devices), devices)
+    return resolve_sizes(asked, devices, config.mesh.allow_unused_devices)
 
 
 def model_config(
@@ -209,10 +226,7 @@ def rollout_params(network: Network, params: Params) -> Params:
 
     Where neither layout nor dtype differ these are the training arrays themselves.
     """
-    shardings, dtype = network.shardings(ROLLOUT), network.model.dtype
-    if network.shardings() == shardings and network.model.param_dtype == dtype:
-        return params
-    return reshard(params, shardings, dtype)
+    return params if network.shares_weights else reshard(params, network.shardings(ROLLOUT), network.model.dtype)
 
 
 def decoder_params(folder: Path | None, model: ModelConfig, seed: int, shardings: Tree) -> Params:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from pathlib import Path
 
@@ -10,21 +9,20 @@ from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.data.stream import Stream
 from jaxrl_post.loops.introduction import introduction
-from jaxrl_post.loops.measures import Metrics, speed_metrics
+from jaxrl_post.loops.measures import Metrics
 from jaxrl_post.loops.network import initial_params
 from jaxrl_post.loops.offline_job import OfflineJob, build
 from jaxrl_post.loops.offline_learner import OfflineLearner
 from jaxrl_post.loops.offline_reference import reference_scores
 from jaxrl_post.loops.out_of_memory import memory_explained
-from jaxrl_post.loops.run_folder import check_processes, due, last_step, reporting, write_config
+from jaxrl_post.loops.run_folder import check_processes, due, last_step, write_config
+from jaxrl_post.loops.running import running
 from jaxrl_post.loops.saving import Saves
 from jaxrl_post.loops.stopping import STOPPED, Stop
 from jaxrl_post.loops.teachers import Teachers
-from jaxrl_post.observe.compiles import CompileCounter
 from jaxrl_post.observe.metrics import METRICS
 from jaxrl_post.observe.plot import OFFLINE, plot_curves
 from jaxrl_post.observe.progress import Phases, Progress
-from jaxrl_post.observe.watchdog import Watchdog
 from jaxrl_post.training.state import TrainState
 from jaxrl_post.types_offline import Example
 from sharding.processes import is_first, together
@@ -55,14 +53,8 @@ def run(config: OfflineConfig) -> None:
         state = _start(job, checkpoints, learner, stream, saves, done)
     write_config(config, run_dir)
 
-    with (
-        reporting(run_dir, done, config.steps) as (writer, progress),
-        CompileCounter() as compiles,
-        Watchdog(config.watchdog_minutes) as watchdog,
-        Stop() as stop,
-        contextlib.closing(checkpoints),
-        memory_explained(config, job.network, learner.shape.rows, Phases(watchdog.enter)) as phases,
-    ):
+    with Stop() as stop, running(config, job.network, learner.shape.rows, done, checkpoints) as now:
+        writer, progress, phases = now.writer, now.progress, now.phases
         for line in introduction(config, job.network, state, learner.shape.rows, _data(job), done):
             progress.note(line)
         if job.held_out and not done:
@@ -80,10 +72,7 @@ def run(config: OfflineConfig) -> None:
                     saves.saved()
                     host = {"data": stream.state(), **learner.state(), **saves.state()}
                     checkpoints.save(step, state._asdict(), host, keep=saves.best_step)
-            metrics |= phases.collect() | compiles.collect()
-            metrics |= speed_metrics(metrics["perf/total_num_tokens"], metrics["timing_s/step"], job.network.mesh.size)
-            writer.write(step, metrics)
-            progress.update(step, metrics)
+            now.write(step, now.clocked(metrics))
             if stopping:
                 progress.note(STOPPED.format(step=step))
                 break

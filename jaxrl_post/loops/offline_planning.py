@@ -11,12 +11,10 @@ from typing import Any
 from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.config_teachers import Taught
 from jaxrl_post.data.preferences import Report, pair, reader
-from jaxrl_post.data.tokenizer import load_tokenizer
-from jaxrl_post.loops.network import build_network, check_positions
+from jaxrl_post.loops.network import check_positions
 from jaxrl_post.loops.offline_job import OfflineJob
 from jaxrl_post.loops.offline_learner import OfflineLearner
-from jaxrl_post.loops.planned import Plan, compile_planned, planned_update, state_bytes, wide_axes
-from jaxrl_post.models.zoo import resolve
+from jaxrl_post.loops.planned import Plan, compile_planned, planned_update, stand_in_network, state_bytes, wide_axes
 from jaxrl_post.types_offline import Answer, Example
 from sharding.targets import Target
 
@@ -36,13 +34,9 @@ def plan_offline(config: OfflineConfig, target: Target, devices: Sequence[Any]) 
 def stand_in_job(config: OfflineConfig, devices: Sequence[Any]) -> OfflineJob:
     """A run's job on `devices` without its weights, tokenizer and data: one example, as long as examples may be.
 
-    Raises: ValueError for a model without a readable config.json, sizes that do not divide, and teachers.
+    Raises: ValueError as `stand_in_network`.
     """
-    if isinstance(config.algorithm, Taught):
-        raise ValueError(f"algorithm.kind={config.algorithm.kind} has teachers, which cannot be planned yet")
-    folder = None if config.model.path is None else resolve(config.model.path)
-    tokenizer = load_tokenizer(None)
-    network = build_network(config, folder, tokenizer, devices)
+    network, tokenizer = stand_in_network(config, devices, isinstance(config.algorithm, Taught))
     limit = config.data.max_tokens
     check_positions(network, {"data.max_tokens": limit})
     answer = Answer((0,) * (limit - limit // 2), (True,) * (limit - limit // 2))

@@ -5,7 +5,6 @@ P prompts a step, G samples each, N = P·G.
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -22,21 +21,20 @@ from jaxrl_post.loops.introduction import introduction
 from jaxrl_post.loops.job import Job, build
 from jaxrl_post.loops.layouts import check_layouts
 from jaxrl_post.loops.learner import Learner
-from jaxrl_post.loops.measures import Metrics, part_metrics, sample_metrics, speed_metrics
+from jaxrl_post.loops.measures import Metrics, part_metrics, sample_metrics
 from jaxrl_post.loops.network import initial_params, rollout_params
 from jaxrl_post.loops.out_of_memory import memory_explained
-from jaxrl_post.loops.run_folder import check_processes, due, last_step, reporting, write_config
+from jaxrl_post.loops.run_folder import check_processes, due, last_step, write_config
+from jaxrl_post.loops.running import running
 from jaxrl_post.loops.saving import Saves
 from jaxrl_post.loops.stopping import STOPPED, Stop
 from jaxrl_post.loops.taught_advantage import TaughtAdvantages
 from jaxrl_post.loops.teachers import Teachers
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.observe.alerts import Alerts, as_metrics
-from jaxrl_post.observe.compiles import CompileCounter
 from jaxrl_post.observe.metrics import METRICS
 from jaxrl_post.observe.plot import ONLINE, plot_curves
 from jaxrl_post.observe.progress import Phases, Progress
-from jaxrl_post.observe.watchdog import Watchdog
 from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.training.state import TrainState
 from sharding.processes import is_first, together
@@ -73,15 +71,8 @@ def run(config: Config, rollouts: Path | None = None) -> None:
         state = _start(job, checkpoints, learner, gather, credit, critic, saves, done)
     write_config(config, run_dir)
 
-    with (
-        reporting(run_dir, done, config.steps) as (writer, progress),
-        CompileCounter() as compiles,
-        Watchdog(config.watchdog_minutes) as watchdog,
-        Stop() as stop,
-        contextlib.closing(checkpoints),
-        contextlib.closing(job.reward),
-        memory_explained(config, network, learner.shape, Phases(watchdog.enter)) as phases,
-    ):
+    with Stop() as stop, running(config, network, learner.shape, done, checkpoints, job.reward) as now:
+        writer, progress, phases = now.writer, now.progress, now.phases
         for line in introduction(config, job.network, state, learner.shape, _data(job), done):
             progress.note(line)
         alerts = Alerts(config.alerts)
@@ -118,12 +109,10 @@ def run(config: Config, rollouts: Path | None = None) -> None:
                     checkpoints.save(step, arrays, host, keep=saves.best_step)
             if config.dump_rollouts:
                 writer.write_rollouts(step, dump(samples, job.reward.names, advantages_N))
-            metrics |= phases.collect() | compiles.collect() | job.reward.collect()
-            metrics |= speed_metrics(metrics["perf/total_num_tokens"], metrics["timing_s/step"], job.network.mesh.size)
+            metrics = now.clocked(metrics) | job.reward.collect()
             reasons = alerts.look(metrics)
             metrics |= as_metrics(reasons)
-            writer.write(step, metrics)
-            progress.update(step, metrics)
+            now.write(step, metrics)
             for reason in reasons.values():
                 progress.note(f"alert: step {step}: {reason}")
             if stopping:

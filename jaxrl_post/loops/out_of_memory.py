@@ -35,13 +35,13 @@ def memory_explained(
     try:
         yield phases
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         phase = phases.broken or "between phases"
         raise OutOfMemoryError(_explanation(config, network, shape, phase, error)) from error
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 

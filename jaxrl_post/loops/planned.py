@@ -10,16 +10,19 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.stages import Traced
 
-from jaxrl_post.loops.network import Network
+from jaxrl_post.config import Config
+from jaxrl_post.config_offline import OfflineConfig
+from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl_post.loops.network import Network, build_network
+from jaxrl_post.loops.out_of_memory import is_out_of_memory
+from jaxrl_post.models.zoo import resolve
 from jaxrl_post.training.packing import PackShape
 from jaxrl_post.training.state import TrainState, first_moments
 from sharding.placement import Tree, bytes_per_device
 from sharding.report import Collective, Memory, Program, count_flops, memory_of
-from sharding.rules import ROLLOUT
 from sharding.targets import Target
 
 USABLE = 0.92  # of a device's memory; the rest is the runtime's own and what lies idle between arrays
@@ -113,15 +116,23 @@ def planned_update(
     Weights, gathered, are read three times a micro-batch; state and gradients are read and written once.
     """
     own = state_bytes(state) | {"sums of gradients": placed_bytes(first_moments(state))}
-    traffic = 3 * shape.micro_batches * gathered_bytes(network) + 2 * sum(own.values())
+    gathered = placed_bytes(network.rollout_shapes())  # as products read them
+    traffic = 3 * shape.micro_batches * gathered + 2 * sum(own.values())
     return Planned(name, runs, traced, held, {**own, **reads}, "sums of gradients", [shape.micro_batches], traffic)
 
 
-def gathered_bytes(network: Network) -> int:
-    """Of the weights as products read them, on a device: in the compute dtype, cut as in rollouts."""
-    dtype = jnp.dtype(network.model.dtype)
-    cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), network.abstract_params)
-    return bytes_per_device(cast, network.shardings(ROLLOUT)).per_device
+def stand_in_network(
+    config: Config | OfflineConfig, devices: Sequence[Any], has_teachers: bool
+) -> tuple[Network, Tokenizer]:
+    """A recipe's model on `devices`, and a tokenizer that needs no files.
+
+    Raises: ValueError for a model without a readable config.json, sizes that do not divide, and teachers.
+    """
+    if has_teachers:
+        raise ValueError(f"algorithm.kind={config.algorithm.kind} has teachers, which cannot be planned yet")
+    folder = None if config.model.path is None else resolve(config.model.path)
+    tokenizer = load_tokenizer(None)
+    return build_network(config, folder, tokenizer, devices), tokenizer
 
 
 def wide_axes(mesh: Mesh) -> dict[str, int]:
@@ -145,7 +156,7 @@ def compile_planned(planned: Planned, target: Target, mesh: Mesh) -> ProgramPlan
     try:
         compiled = planned.traced.lower().compile(compiler_options=target.compiler_options)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_out_of_memory(error):
             raise ValueError(f"the {planned.name} does not compile for {target.name}: {error}") from error
         return ProgramPlan(planned.name, planned.runs, refused=_reason(str(error)))
     took = time.monotonic() - begun

@@ -11,34 +11,31 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxrl_post.config import Config, LastNumberReward
 from jaxrl_post.config_ppo import PPO
-from jaxrl_post.data.tokenizer import load_tokenizer
 from jaxrl_post.loops.critic import Critic
 from jaxrl_post.loops.gather import sample_options
 from jaxrl_post.loops.job import Job
 from jaxrl_post.loops.learner import Learner
-from jaxrl_post.loops.network import build_network, check_positions
+from jaxrl_post.loops.network import check_positions
 from jaxrl_post.loops.planned import (
     Plan,
     Planned,
     compile_planned,
     placed_bytes,
     planned_update,
+    stand_in_network,
     state_bytes,
     wide_axes,
 )
-from jaxrl_post.models.zoo import resolve
 from jaxrl_post.rewards.model import Setting
 from jaxrl_post.rewards.reward import build_reward
 from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.rollout.schedule import EngineShape
 from jaxrl_post.types import Prompt
 from sharding.mesh import batch_shards
-from sharding.placement import bytes_per_device, placed_shapes
 from sharding.rules import ROLLOUT
 from sharding.targets import Target
 
@@ -67,18 +64,16 @@ class Planner:
         job, config, model = self._job, self._config, self._job.network.model
         network, mesh = job.network, job.network.mesh
         sampler = Sampler(network.graphdef, model, mesh, job.stop_ids, device_memory=self._target.chip.memory)
-        shardings, held = network.shardings(ROLLOUT), self._held()
-        shares = network.shardings() == shardings and model.param_dtype == model.dtype
-        cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(model.dtype)), network.abstract_params)
-        weights = bytes_per_device(cast, shardings).per_device
+        params, held = network.rollout_shapes(), self._held()
+        weights = placed_bytes(params)
         shape, traced = sampler.traced(
-            placed_shapes(cast, shardings),
+            params,
             config.data.prompts_per_step,
             dataclasses.replace(sample_options(config, job.tokenizer), stop=()),  # a table of a few kilobytes
             job.prompt_width,
         )
         cache = _cache_bytes(shape, model, mesh.shape["tensor"])
-        if shares:
+        if network.shares_weights:
             held["parameters"] = 0
         made = {"weights in the rollout's layout": weights, "cache": cache[0]}
         trips = rollout_trips(shape, math.ceil(config.data.prompts_per_step / batch_shards(mesh)))
@@ -128,13 +123,9 @@ class Planner:
 def stand_in_job(config: Config, devices: Sequence[Any]) -> Job:
     """A run's job on `devices` without its weights, tokenizer and data: one prompt, as long as prompts may be.
 
-    Raises: ValueError for a model without a readable config.json, sizes that do not divide, and teachers.
+    Raises: ValueError as `stand_in_network`.
     """
-    if config.algorithm.taught is not None:
-        raise ValueError(f"algorithm.kind={config.algorithm.kind} has teachers, which cannot be planned yet")
-    folder = None if config.model.path is None else resolve(config.model.path)
-    tokenizer = load_tokenizer(None)
-    network = build_network(config, folder, tokenizer, devices)
+    network, tokenizer = stand_in_network(config, devices, config.algorithm.taught is not None)
     network.shardings(ROLLOUT)
     check_positions(
         network,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +12,10 @@ from jaxrl_post.loops.dumps import dump
 from jaxrl_post.loops.gather import Gather
 from jaxrl_post.loops.job import build
 from jaxrl_post.loops.learner import update_shape
-from jaxrl_post.loops.measures import part_metrics, sample_metrics, speed_metrics
+from jaxrl_post.loops.measures import part_metrics, sample_metrics
 from jaxrl_post.loops.network import initial_params, rollout_params
-from jaxrl_post.loops.out_of_memory import memory_explained
-from jaxrl_post.loops.run_folder import check_processes, reporting, write_config
-from jaxrl_post.observe.compiles import CompileCounter
-from jaxrl_post.observe.progress import Phases
-from jaxrl_post.observe.watchdog import Watchdog
+from jaxrl_post.loops.run_folder import check_processes, write_config
+from jaxrl_post.loops.running import running
 from jaxrl_post.rollout.sampler import Sampler
 from sharding.processes import together
 
@@ -38,25 +34,16 @@ def run_rollouts(config: Config) -> None:
     check_processes(config, stream, network.mesh)
     sampler = Sampler(network.graphdef, network.model, network.mesh, job.stop_ids, job.token_bytes)
     gather, shape = Gather(job, sampler, stream), update_shape(job, config.rollout.max_new_tokens)
-    with (
-        reporting(run_dir, 0, config.steps) as (writer, progress),
-        CompileCounter() as compiles,
-        Watchdog(config.watchdog_minutes) as watchdog,
-        contextlib.closing(job.reward),
-        memory_explained(config, network, shape, Phases(watchdog.enter)) as phases,
-    ):
+    with running(config, network, shape, 0, job.reward) as now:
         write_config(config, run_dir)
         params = rollout_params(network, initial_params(network, config.seed))
         for step in range(1, config.steps + 1):
-            drawn, gathered = gather.next(params, step, phases)
+            drawn, gathered = gather.next(params, step, now.phases)
             samples = drawn.graded()
             advantages_N = np.zeros(len(samples.texts))
-            writer.write_rollouts(step, dump(samples, job.reward.names, advantages_N))
+            now.writer.write_rollouts(step, dump(samples, job.reward.names, advantages_N))
             metrics = sample_metrics(
                 samples.prompts, samples.rollout, samples.rewards_N, advantages_N, job.prompt_width
             )
             metrics |= part_metrics(job.reward.names, samples.scores.heads_NK) | gathered | job.reward.collect()
-            metrics |= phases.collect() | compiles.collect()
-            metrics |= speed_metrics(metrics["perf/total_num_tokens"], metrics["timing_s/step"], network.mesh.size)
-            writer.write(step, metrics)
-            progress.update(step, metrics)
+            now.write(step, now.clocked(metrics))

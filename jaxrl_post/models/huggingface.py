@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Sharding
-from jax.tree_util import keystr
 
 from jaxrl_post.models.config import ModelConfig, from_huggingface
 from jaxrl_post.models.decoder import Params, abstract
 from jaxrl_post.models.shards import TensorSlice, capped, open_tensors
 from jaxrl_post.models.tensor_names import TENSORS, Bounds, Tensor, tensors_of
+from sharding.placement import path_name
 
 DTYPES = {"F64", "F32", "F16", "BF16"}
 HEAD, EMBED = TENSORS["head"].name, TENSORS["embed"].name
@@ -98,7 +98,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def parameter_name(path: Any) -> str:
     """Key of `TENSORS` for a path into the parameter tree."""
-    return keystr(path, simple=True, separator="/")
+    return path_name(path)
 
 
 def _check(

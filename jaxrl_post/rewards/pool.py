@@ -1,7 +1,4 @@
-"""Worker processes that grade: one that hangs or crashes is killed and replaced, and takes one call along.
-
-Workers are started with exec, never by fork, which does not go with the threads of XLA.
-"""
+"""Worker processes that grade: one that hangs or crashes is killed and replaced, and takes one call along."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from typing import Any
 
+from jaxrl_post import child_process
 from jaxrl_post.rewards.call import Call, Graded, RewardError, failed
 from jaxrl_post.rewards.worker import Target
 
@@ -113,16 +110,8 @@ class _Worker:
     """A process and the call it is `at`. It leads a process group of its own, which ends with it."""
 
     def __init__(self, target: Target) -> None:
-        self.connection, theirs = Pipe()
         read, self._lifeline = os.pipe()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "jaxrl_post.rewards.worker", str(theirs.fileno()), str(read)],
-                pass_fds=(theirs.fileno(), read),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env=_environment(),
-            )
+        self.process, self.connection = child_process.start("jaxrl_post.rewards.worker", _environment(), read)
         os.close(read)
         self.at, self.ready, self.deadline = IDLE, False, time.monotonic() + START_SECONDS
         self._send(tuple(target))

@@ -23,9 +23,10 @@ from jaxrl_post.models import scalar_head
 from jaxrl_post.objectives.reductions import live, weighted_sum
 from jaxrl_post.objectives.values import value_loss
 from jaxrl_post.training.loss import Scalars, Tally
+from jaxrl_post.training.micro_batches import micro
 from jaxrl_post.training.optimizer import Optimizer
 from jaxrl_post.training.state import TrainState
-from jaxrl_post.training.update import Score, Seen, jit_update, micro, row_placement
+from jaxrl_post.training.update import Score, Seen, jit_update, row_placement
 from jaxrl_post.types import TrainBatch
 
 Tree = Any

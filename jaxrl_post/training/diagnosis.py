@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.tree_util import keystr
 
-from jaxrl_post.training.update import Seen, micro
+from jaxrl_post.training.micro_batches import micro
+from jaxrl_post.training.update import Seen, placed_gradient
+from sharding.placement import named_leaves
 from sharding.processes import fetch
 
 Tree = Any
@@ -39,11 +39,15 @@ def make_probe(
 ) -> Probe:
     """Jitted, from what `training.update.jit_update` is made of."""
 
+    def told(params: Tree, part: Tree, *found: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        loss, (_, said_BM) = micro_loss(params, part, *found)
+        return loss, (loss, said_BM)
+
+    gradient = placed_gradient(told, params_shardings)
+
     def probe(params: Tree, batch: Tree, n_micro: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array, Tree]:
-        found = survey(params, batch, n_micro)
-        (loss, (_, said_BM)), grads = jax.value_and_grad(micro_loss, has_aux=True)(params, micro(batch, i), *found)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        return loss, said_BM, lax.with_sharding_constraint(grads, params_shardings)
+        grads, (loss, said_BM) = gradient(params, micro(batch, i), *survey(params, batch, n_micro))
+        return loss, said_BM, grads
 
     return jax.jit(probe)
 
@@ -57,7 +61,7 @@ def diagnose(probe: Probe, params: Tree, batch: Tree, n_micro: int) -> Diagnosis
         losses.append(float(fetch(loss)))
         places += _bad_probe(i, losses[-1], fetch(said_BM), grads)
         total = grads if total is None else _added(total, grads)
-    norms = {} if total is None else {name: math.sqrt(x) for name, x in _named(fetch(_squares(total)))}
+    norms = {} if total is None else {name: math.sqrt(x) for name, x in named_leaves(fetch(_squares(total)))}
     return Diagnosis(losses, norms, places[0] if places else "")
 
 
@@ -72,20 +76,15 @@ def _bad_probe(i: int, loss: float, said_BM: np.ndarray, grads: Tree) -> Iterato
 
 
 def _bad_leaves(what: str, tree: Tree) -> list[str]:
-    return [f"{what} {name}" for name, finite in _named(fetch(_finite(tree))) if not finite]
+    return [f"{what} {name}" for name, finite in named_leaves(fetch(_finite(tree))) if not finite]
 
 
 def _bad_elements(batch: Tree) -> Iterator[str]:
     """Fields as packed."""
-    for name, field in _named(fetch(batch)):
+    for name, field in named_leaves(fetch(batch)):
         where = np.argwhere(~np.isfinite(field))
         if len(where):
             yield f"batch field {name}{where[0].tolist()}: {field[tuple(where[0])]} ({len(where)} of {field.size})"
-
-
-def _named(tree: Tree) -> Iterator[tuple[str, Any]]:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        yield keystr(path, simple=True, separator="/"), leaf
 
 
 _finite = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))

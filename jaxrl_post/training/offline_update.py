@@ -16,10 +16,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_post.models import scalar_head
 from jaxrl_post.training.logprobs import token_logprobs
+from jaxrl_post.training.micro_batches import micro
 from jaxrl_post.training.optimizer import Optimizer
 from jaxrl_post.training.preference_loss import OfflineLoss, Scalars
 from jaxrl_post.training.state import TrainState, first_moments
-from jaxrl_post.training.update import apply_gradients, micro, placed_gradient, row_placement
+from jaxrl_post.training.update import apply_gradients, placed_gradient, row_placement
 from jaxrl_post.types_offline import OfflineBatch
 
 Tree = Any

@@ -23,6 +23,7 @@ from jaxrl_post.models.decoder import Decoder
 from jaxrl_post.models.moe import Routing, record_dtype
 from jaxrl_post.models.placement import Placement
 from jaxrl_post.training.loss import Scalars, Tally, summarize
+from jaxrl_post.training.micro_batches import micro
 from jaxrl_post.types import RoutedBatch, TrainBatch, Trajectory
 
 Tree = Any
@@ -59,8 +60,12 @@ def routed_rows(
 ) -> tuple[jax.Array, Routing | None]:
     """Hidden states [B, T, D] of one micro-batch, along the choices that come with it, and its routing."""
     rows, choices_BTLk = parts(batch)
-    choices_LBTk = None if choices_BTLk is None else jnp.moveaxis(choices_BTLk, 2, 0)
+    choices_LBTk = None if choices_BTLk is None else _by_layer(choices_BTLk)
     return decoder.routed(rows.tokens, rows.positions, rows.segments, rows.branches, place, choices_LBTk)
+
+
+def _by_layer(choices_BTLk: jax.Array) -> jax.Array:
+    return jnp.moveaxis(choices_BTLk, 2, 0)
 
 
 def target_counts(rows: TrainBatch) -> jax.Array:
@@ -139,14 +144,14 @@ def survey(
         E, L = decoder.config.moe.count, decoder.config.layers
 
         def add(i: jax.Array, load_E: jax.Array) -> jax.Array:
-            part = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, axis=0, keepdims=False), batch)
+            part = micro(batch, i)
             rows, choices_BTLk = parts(part)
             if choices_BTLk is None:
                 _, routing = routed_rows(decoder, part, place)
                 assert routing is not None
                 choices_LBTk = routing.choices
             else:
-                choices_LBTk = jnp.moveaxis(choices_BTLk, 2, 0)
+                choices_LBTk = _by_layer(choices_BTLk)
             return load_E + load(choices_LBTk, target_counts(rows), E).sum(axis=0)
 
         return (Whole(tokens, lax.fori_loop(0, n_micro, add, jnp.zeros(E)) / (L * tokens)),)

@@ -20,6 +20,7 @@ from jaxrl_post.models.placement import Placement
 from jaxrl_post.training import routing
 from jaxrl_post.training.logprobs import target_logprobs
 from jaxrl_post.training.loss import Scalars, Tally, TokenLoss, combine, summarize
+from jaxrl_post.training.micro_batches import micro
 from jaxrl_post.training.optimizer import Optimizer, clip
 from jaxrl_post.training.packing import POSITION_FIELDS, PackShape, empty_batch
 from jaxrl_post.training.state import TrainState, first_moments
@@ -228,11 +229,6 @@ def placed_gradient(loss: Callable[..., tuple[jax.Array, Any]], shardings: Tree)
         return lax.with_sharding_constraint(grads, shardings), tally
 
     return gradient
-
-
-def micro(batch: Tree, i: jax.Array | int) -> Tree:
-    """Micro-batch `i` of a batch whose arrays all have a leading A."""
-    return jax.tree.map(lambda field: lax.dynamic_index_in_dim(field, i, axis=0, keepdims=False), batch)
 
 
 def _logprobs(

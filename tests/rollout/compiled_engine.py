@@ -11,16 +11,12 @@ from launch.no_devices import look_for_none
 
 look_for_none()
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
 
 from jaxrl_post.config import Config  # noqa: E402
 from jaxrl_post.loops.gather import sample_options  # noqa: E402
 from jaxrl_post.loops.planning import rollout_trips, stand_in_job  # noqa: E402
 from jaxrl_post.rollout.sampler import Sampler  # noqa: E402
-from sharding.placement import placed_shapes  # noqa: E402
 from sharding.report import Program, element_counts, memory_of  # noqa: E402
-from sharding.rules import ROLLOUT  # noqa: E402
 from sharding.targets import open_target, parse_target  # noqa: E402
 
 MODEL = {"family": "qwen3", "hidden_size": 256, "intermediate_size": 512, "layers": 8, "heads": 8, "kv_heads": 4,
@@ -43,14 +39,11 @@ def main(name: str, tokens: int) -> None:
     )
     job = stand_in_job(config, devices)
     network = job.network
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), network.abstract_params)
     sampler = Sampler(
         network.graphdef, network.model, network.mesh, job.stop_ids, device_memory=float(target.chip.memory)
     )
     options = sample_options(config, job.tokenizer)
-    shape, traced = sampler.traced(
-        placed_shapes(shapes, network.shardings(ROLLOUT)), config.data.prompts_per_step, options, WIDTH
-    )
+    shape, traced = sampler.traced(network.rollout_shapes(), config.data.prompts_per_step, options, WIDTH)
     compiled = traced.lower().compile(compiler_options=target.compiler_options)
     stack = MODEL["layers"] * MODEL["kv_heads"] // tensor * MODEL["head_dim"] * PROMPTS
     stacks = {"prompts": stack * WIDTH, "responses": stack * GROUP * tokens}

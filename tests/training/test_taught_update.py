@@ -19,10 +19,11 @@ from jaxrl_post.models.decoder import Decoder, abstract, split
 from jaxrl_post.models.placement import ANYWHERE
 from jaxrl_post.training.distillation_loss import distillation_loss, taught_forward
 from jaxrl_post.training.distillation_update import make_taught_update
+from jaxrl_post.training.micro_batches import micro
 from jaxrl_post.training.packing import PackShape, pack
 from jaxrl_post.training.state import init_state, state_shardings
 from jaxrl_post.training.teacher_view import taught_shardings, teacher_view
-from jaxrl_post.training.update import micro, row_placement
+from jaxrl_post.training.update import row_placement
 from jaxrl_post.types import Lesson, TaughtBatch
 from sharding import make_mesh
 from sharding.placement import place, tree_shardings
