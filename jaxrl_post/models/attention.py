@@ -45,15 +45,20 @@ class Columns(NamedTuple):
 
 
 def visible(queries: Columns, keys: Columns) -> jax.Array:
-    """Who sees whom in packed rows, bool [B, queries, keys].
+    """Who sees whom in packed rows, bool [B, queries, keys], as `sees`."""
+    of_queries = Columns(queries.number[None, :, None], queries.segments[..., None], queries.branches[..., None])
+    return sees(of_queries, Columns(keys.number[None, None], keys.segments[:, None], keys.branches[:, None]))
+
+
+def sees(queries: Columns, keys: Columns) -> jax.Array:
+    """Whether each query sees each key: bool, of arrays that broadcast.
 
     A token sees the columns up to its own that lie in its segment and belong to the segment's trunk (branch 0) or to
     its own branch. Segment 0 is padding: it sees nothing and nothing sees it.
     """
-    segment, branch = queries.segments[..., None], queries.branches[..., None]
-    causal = keys.number[None, None, :] <= queries.number[None, :, None]
-    same = (segment == keys.segments[:, None]) & (segment > 0)
-    return causal & same & ((keys.branches[:, None] == 0) | (branch == keys.branches[:, None]))
+    causal = keys.number <= queries.number
+    same = (queries.segments == keys.segments) & (queries.segments > 0)
+    return causal & same & ((keys.branches == 0) | (queries.branches == keys.branches))
 
 
 def packed_attention(
