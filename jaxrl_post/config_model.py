@@ -86,8 +86,10 @@ class Model(Section):
     scan_layers: bool | Literal["auto"] = "auto"
     """Whether an update loops over one compiled layer; otherwise layers are compiled in a row, which is faster on CPUs
     and slower to compile. `auto`: a loop, but on CPUs for models of at most 8 layers."""
-    attention: Literal["auto", "xla"] = "auto"
-    """Attention backend; `auto` picks one that honours the mask and logs its pick."""
+    attention: Literal["auto", "xla", "flash", "cudnn"] = "auto"
+    """How packed rows attend: `xla`, which compiles for anything; `flash`, kernels for GPUs and TPUs that skip what
+    nobody sees (on CPUs they are interpreted, to be looked at); `cudnn`, NVIDIA's with a mask of rows' length squared, in
+    bfloat16. `auto`: flash in bfloat16 on a GPU or TPU, or else xla; a run says at its start which it is."""
     moe: Mixture = Mixture()
 
     @model_validator(mode="after")

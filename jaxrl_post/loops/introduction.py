@@ -23,7 +23,8 @@ def introduction(
     held = bytes_per_device(state, jax.tree.map(lambda x: x.sharding, state)).per_device / 2**30
     yield (
         f"{config.algorithm.kind} on {model.family} {model.parameter_count() / 1e6:.1f}M parameters, {model.dtype} "
-        f"compute on {axes} ({jax.devices()[0].device_kind}); weights and optimizer {held:.2f} GiB a device"
+        f"compute, {model.attention} attention, on {axes} ({jax.devices()[0].device_kind}); weights and optimizer "
+        f"{held:.2f} GiB a device"
     )
     yield (
         f"{data}; update rows {shape.rows} × {shape.length} tokens, up to {shape.micro_batches} "

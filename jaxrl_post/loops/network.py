@@ -16,7 +16,7 @@ from jaxrl_post.config import Config, RandomModel
 from jaxrl_post.config_model import Dtype, Mixture
 from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.models import scalar_head, sequence
+from jaxrl_post.models import backends, scalar_head, sequence
 from jaxrl_post.models.config import Experts, ModelConfig
 from jaxrl_post.models.decoder import Decoder, Params, abstract, split
 from jaxrl_post.models.huggingface import load_params, read_config
@@ -68,7 +68,8 @@ def build_network(
 ) -> Network:
     """The model of a recipe on the mesh it asks for, of this job's devices or those given, which need not be attached.
 
-    Raises: ValueError for sizes that do not divide, heads that `training.sequence_attention` exchanges among them.
+    Raises: ValueError for sizes that do not divide, heads that `training.sequence_attention` exchanges among them, and
+    for an attention backend that cannot serve.
     """
     mesh = mesh_of(config, jax.devices() if devices is None else devices)
     model = _over_columns(model_config(config, folder, tokenizer.vocab_size, platform(mesh)), config, mesh)
@@ -133,6 +134,7 @@ def model_config(
         param_dtype=config.model.param_dtype,
         remat=config.model.remat,
         scan_layers=_scans(config.model.scan_layers, shape.layers, platform),
+        platform=platform,
         moe=_experts(shape, config.model.moe, platform),
     )
 
@@ -140,12 +142,15 @@ def model_config(
 def _over_columns(model: ModelConfig, config: Config | OfflineConfig, mesh: Mesh) -> ModelConfig:
     asked, s, tensor = config.training.sequence_attention, mesh.shape["sequence"], mesh.shape["tensor"]
     kind = sequence.choose(asked, model.heads, model.kv_heads, s, tensor)
-    return dataclasses.replace(model, sequence_attention=kind)
+    backend = backends.choose(config.model.attention, model, model.platform, ring=s > 1 and kind == "ring")
+    return dataclasses.replace(model, sequence_attention=kind, attention=backend)
 
 
 def check_row(network: Network, length: int) -> None:
-    """Raises: ValueError when packed rows of so many positions cannot be cut over `mesh.sequence`."""
+    """Raises: ValueError when packed rows of so many positions cannot be cut over `mesh.sequence`, or are none for the
+    attention backend."""
     sequence.check_length(network.model.sequence_attention, length, network.mesh.shape["sequence"])
+    backends.check_length(network.model, length)
 
 
 def _check_sums(model: ModelConfig, mesh: Mesh) -> None:

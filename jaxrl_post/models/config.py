@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 Family = Literal["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"]
+Backend = Literal["xla", "flash", "cudnn"]
 Remat = Literal["none", "full", "dots"]
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -77,6 +78,10 @@ class ModelConfig:
     scan_layers: bool = True
     """One layer compiled and looped over, or all of them in a row: longer to compile, faster on CPUs."""
     moe: Experts | None = None
+    attention: Backend = "xla"
+    """How packed rows attend (`models.backends`)."""
+    platform: str = "cpu"
+    """cpu, gpu or tpu: whose kernels `flash` takes."""
     sequence_attention: Literal["ring", "ulysses"] = "ring"
     """How attention reaches columns on other devices where rows are cut along time (`models.sequence`)."""
 

@@ -19,8 +19,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxrl_post.models import moe, rope, sequence
-from jaxrl_post.models.attention import packed_attention
+from jaxrl_post.models import backends, moe, rope, sequence
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.moe import Routing
 from jaxrl_post.models.placement import ANYWHERE, SEQUENCE, Placement
@@ -111,7 +110,7 @@ class Decoder(nnx.Module):
         """
         x_BTD, rows = place(self._embed(tokens_BT)), (positions_BT, segments_BT, branches_BT)
         if place.parts == 1:
-            return self._packed(x_BTD, rows, place, choices_LBTk, packed_attention)
+            return self._packed(x_BTD, rows, place, choices_LBTk, backends.attention(self.config, place))
         kind, (graphdef, params) = self.config.sequence_attention, split(self)
         sequence.check_length(kind, tokens_BT.shape[1], place.parts)
         arrange = lambda axis: functools.partial(sequence.arrange, kind, axis=axis)
@@ -120,8 +119,9 @@ class Decoder(nnx.Module):
         def local(params: Params, columns: Any, choices_LBTk: jax.Array | None) -> tuple[jax.Array, Routing | None]:
             x_BTD, rows = jax.tree.map(arrange(1), columns)
             choices_LBTk = jax.tree.map(arrange(2), choices_LBTk)
-            decoder, attention = nnx.merge(graphdef, params), sequence.attention(kind)
-            x_BTD, routing = decoder._packed(x_BTD, rows, place.within(), choices_LBTk, attention)
+            decoder, within = nnx.merge(graphdef, params), place.within()
+            attention = sequence.attention(kind, backends.attention(self.config, within))
+            x_BTD, routing = decoder._packed(x_BTD, rows, within, choices_LBTk, attention)
             return restore(1)(x_BTD), jax.tree.map(restore(2), routing)
 
         assert place.rows is not None

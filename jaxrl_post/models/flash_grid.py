@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as mosaic
 from jax.experimental.pallas import triton
 
-Platform = Literal["cpu", "gpu", "tpu"]
-BLOCK: dict[Platform, int] = {"cpu": 16, "gpu": 64, "tpu": 128}
+Platform = str  # cpu, gpu or tpu
+BLOCK = {"cpu": 16, "gpu": 64, "tpu": 128}
 # A TPU's core has 64 MiB or more beside its registers. A kernel may take so much of it, and this for arrays in whole.
 TPU_MEMORY, TPU_WHOLE = 48 * 2**20, 40 * 2**20
 NOBODY = jnp.iinfo(jnp.int32).max
@@ -60,19 +60,19 @@ def may_see(ids_B2T: jax.Array, block: int) -> jax.Array:
     return causal & meet(segments) & (has_trunk | meet(branches))
 
 
-def heads_at_once(platform: Platform, heads: int, T: int, N: int, width: int) -> int:
-    """How many of the query heads of a key head one program can look at, each `gradient_bytes`: a divisor; 1 at least.
+def heads_at_once(platform: Platform, heads: int, T: int, N: int, itemsize: int) -> int:
+    """How many of a key head's query heads one program of the keys' gradients looks at: a divisor, 1 at least.
 
     A GPU reads what it needs when it needs it; a TPU's core is handed whole rows.
     """
-    room = TPU_WHOLE // gradient_bytes(T, N, width) if platform == "tpu" else heads
-    return next(n for n in range(heads, 0, -1) if heads % n == 0 and (n <= room or n == 1))
+    room = TPU_WHOLE // whole_bytes(T, N, itemsize) if platform == "tpu" else heads
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(room, 1))
 
 
-def gradient_bytes(T: int, N: int, width: int) -> int:
-    """Of a TPU's core, for a query head of the kernel that needs most: queries and the output's gradient, of `width`
-    bytes in lines of 128, and two float32 a column, padded eightfold; all of it twice, as the next is on its way."""
-    return 2 * T * (2 * -(-N // 128) * 128 * width + 2 * 8 * 4)
+def whole_bytes(T: int, N: int, itemsize: int) -> int:
+    """What the kernel that takes most takes of a TPU's core for one query head: queries and the output's gradient in
+    lines of 128, and two float32 a column in lines of 8; all of it twice, as the next is on its way."""
+    return 2 * T * (2 * -(-N // 128) * 128 * itemsize + 2 * 8 * 4)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,18 +70,26 @@ def restore(kind: Kind, x: jax.Array, axis: int = 1) -> jax.Array:
     return _swap(x, axis, back=True) if kind == "ring" else x
 
 
-def attention(kind: Kind) -> Attention:
-    """`packed_attention` of arranged columns; to call in a program that is manual over `sequence`."""
-    return ring_attention if kind == "ring" else exchanged_attention
+def attention(kind: Kind, of_rows: Attention = packed_attention) -> Attention:
+    """`packed_attention` of arranged columns; to call in a program that is manual over `sequence`.
+
+    `of_rows` is that of whole rows, which a ring has no use for.
+    """
+    return ring_attention if kind == "ring" else functools.partial(exchanged_attention, of_rows)
 
 
 def exchanged_attention(
-    q_BtHN: jax.Array, k_BtKN: jax.Array, v_BtKN: jax.Array, segments_Bt: jax.Array, branches_Bt: jax.Array
+    of_rows: Attention,
+    q_BtHN: jax.Array,
+    k_BtKN: jax.Array,
+    v_BtKN: jax.Array,
+    segments_Bt: jax.Array,
+    branches_Bt: jax.Array,
 ) -> jax.Array:
     """Every device attends over whole rows with each s-th key head and its queries."""
     whole = functools.partial(lax.all_gather, axis_name=SEQUENCE, axis=1, tiled=True)
     q, k, v = (_to_heads(x, k_BtKN.shape[2]) for x in (q_BtHN, k_BtKN, v_BtKN))
-    out = packed_attention(q, k, v, whole(segments_Bt), whole(branches_Bt))
+    out = of_rows(q, k, v, whole(segments_Bt), whole(branches_Bt))
     return _to_columns(out, k.shape[2])
 
 

@@ -1,0 +1,121 @@
+"""Attention of packed rows by name: which backend runs, what it cannot do, and how it runs on a mesh.
+
+`xla` is `attention.packed_attention`, which XLA compiles for anything. `flash` are kernels of our own, for GPUs and
+TPUs, interpreted on a CPU. `cudnn` is NVIDIA's, which is handed the mask as an array [B, 1, T, T]. All honour one rule
+of who sees whom, `attention.sees`; what a backend cannot do is refused here by its name.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_post.models.attention import Columns, packed_attention, visible
+from jaxrl_post.models.config import Backend, ModelConfig
+from jaxrl_post.models.flash import flash_attention
+from jaxrl_post.models.flash_grid import TPU_WHOLE, Platform, whole_bytes
+from jaxrl_post.models.placement import Placement
+from jaxrl_post.models.sequence import Attention
+
+CUDNN_WIDEST = 128  # a head; 256 on Hopper alone
+
+
+def choose(asked: Literal["auto"] | Backend, model: ModelConfig, platform: Platform, ring: bool) -> Backend:
+    """The backend of a model on a platform; `ring`: rows are cut over devices whose attention is a ring.
+
+    `auto` is flash where there are kernels, in bfloat16: a float32 product has no such units there.
+
+    Raises: ValueError for a backend asked for that cannot serve.
+    """
+    if asked == "auto":
+        return "flash" if platform != "cpu" and model.dtype == "bfloat16" and not ring else "xla"
+    if reason := _obstacle(asked, model, platform, ring):
+        raise ValueError(f"model.attention={asked}: {reason}")
+    return asked
+
+
+def _obstacle(backend: Backend, model: ModelConfig, platform: Platform, ring: bool) -> str | None:
+    if backend == "xla":
+        return None
+    if ring:
+        return (
+            "a ring computes attention itself, block by block: set training.sequence_attention=ulysses, or "
+            "model.attention=xla"
+        )
+    if backend == "cudnn" and platform != "gpu":
+        return f"cuDNN runs on NVIDIA's GPUs, and these devices are a {platform}'s: take auto, flash or xla"
+    if backend == "cudnn" and model.dtype != "bfloat16":
+        return f"cuDNN's attention is bfloat16, and model.dtype={model.dtype}: set model.dtype=bfloat16, or take xla"
+    if backend == "cudnn" and (model.head_dim % 8 or model.head_dim > CUDNN_WIDEST):
+        return (
+            f"cuDNN's heads are multiples of 8 up to {CUDNN_WIDEST} wide, and this model's are {model.head_dim}: take "
+            "auto, flash or xla"
+        )
+    return None
+
+
+def check_length(model: ModelConfig, T: int) -> None:
+    """Raises: ValueError for rows of T columns that the model's backend cannot take."""
+    itemsize = jnp.dtype(model.dtype).itemsize
+    needed = whole_bytes(T, model.head_dim, itemsize)
+    if model.attention == "flash" and model.platform == "tpu" and needed > TPU_WHOLE:
+        raise ValueError(
+            f"rows of {T} positions do not fit the memory of a TPU's core with model.attention=flash, at most "
+            f"{T * TPU_WHOLE // needed} do: set model.attention=xla, shorten rows, or cut them over mesh.sequence"
+        )
+    if model.attention == "cudnn" and T % 2:
+        raise ValueError(
+            f"rows of {T} positions are odd, and model.attention=cudnn learns from even ones: set training.row_length "
+            f"to {T + 1}, or model.attention=flash"
+        )
+
+
+def attention(model: ModelConfig, place: Placement) -> Attention:
+    """`attention.packed_attention` by the model's backend: (q, k, v, segments, branches) to the attended values.
+
+    A kernel is one device's affair, so that on a mesh each runs its own rows and heads; XLA cuts its own by itself.
+    """
+    match model.attention:
+        case "xla":
+            return packed_attention
+        case "flash":
+            kernel: Attention = lambda *rows: flash_attention(*rows, model.platform)
+        case "cudnn":
+            kernel = cudnn_attention
+    return kernel if place.rows is None else _on_mesh(kernel, place.rows)
+
+
+def cudnn_attention(
+    q_BTHN: jax.Array, k_BTKN: jax.Array, v_BTKN: jax.Array, segments_BT: jax.Array, branches_BT: jax.Array
+) -> jax.Array:
+    """cuDNN's flash attention. It makes a gradient to the mask, too, which nobody asks for.
+
+    Raises: ValueError when cuDNN is not installed.
+    """
+    columns = Columns(jnp.arange(q_BTHN.shape[1]), segments_BT, branches_BT)
+    mask_BTT = visible(columns, columns)
+    try:
+        out = jax.nn.dot_product_attention(q_BTHN, k_BTKN, v_BTKN, mask=mask_BTT[:, None], implementation="cudnn")
+    except (AttributeError, RuntimeError) as error:
+        raise ValueError(
+            "model.attention=cudnn needs cuDNN: pip install nvidia-cudnn-cu13, or take model.attention=flash"
+        ) from error
+    return jnp.where(mask_BTT.any(-1)[:, :, None, None], out, jnp.zeros_like(out))
+
+
+def _on_mesh(kernel: Attention, placed: NamedSharding) -> Attention:
+    """Each device's rows are as they are placed, and its heads as `tensor` cuts them."""
+    mesh = placed.mesh  # an AbstractMesh where an outer program is manual over other axes
+    rows = PartitionSpec(*placed.spec[:1])
+    heads = PartitionSpec(*(placed.spec[:1] or (None,)), None, "tensor")
+    return jax.shard_map(
+        kernel,
+        mesh=mesh,
+        in_specs=(heads, heads, heads, rows, rows),
+        out_specs=heads,
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        check_vma=False,
+    )
