@@ -18,6 +18,7 @@ from typing import NoReturn
 from jaxrl_post import recipes
 from jaxrl_post.config import Config
 from jaxrl_post.config_offline import OfflineConfig
+from jaxrl_post.run_dir import check_run_dir
 from launch import cluster
 from launch.faults import INTERRUPTED, REFUSED, is_user_error
 from launch.no_devices import look_for_none, skip_absent_devices
@@ -65,12 +66,13 @@ def _train(words: Sequence[str]) -> int:
         return 0
     mode = _mode(arguments, config)
     check_supervised(arguments)
+    check_run_dir(config.run_dir)
     if arguments.processes is not None:
         cluster.check_alone(arguments)
         cast = Cast(arguments.processes, arguments.devices_per_process, arguments.max_restarts)
         command = [sys.executable, "-m", "launch", arguments.config, *arguments.overrides, *mode]
         return supervise(command, cast, Path(config.run_dir) / "logs")
-    with cluster.joined(cluster.find_place(arguments), arguments.join_limit):
+    with cluster.joined(cluster.find_place(arguments), arguments.join_limit, arguments.lost_limit):
         _run(config, arguments.rollout_only, Path(arguments.rollouts) if arguments.rollouts else None)
     return 0
 

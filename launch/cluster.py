@@ -7,14 +7,17 @@ import atexit
 import contextlib
 import dataclasses
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
 
 from launch.faults import exit_code
-from launch.rollcall import Place, StartError, answer
+from launch.lines import ASKED, Lines
+from launch.rollcall import Connections, Place, StartError, answer
 
-HEARTBEAT_SECONDS = 60  # after which JAX ends the processes that are left when one of them is gone
+HEARTBEAT_SECONDS = 40  # beyond --lost-limit, after which JAX ends the processes that are left without a word
+SHUTDOWN_SECONDS = 60  # that a process which is done waits for the others
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
 OPTIONS = ("--coordinator", "--process-id", "--processes-total")
 SCHEDULED = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")
@@ -26,6 +29,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--process-id", type=int, metavar="I", help="which process this is, from 0")
     group.add_argument("--processes-total", type=int, metavar="N", help="how many there are")
     group.add_argument("--join-limit", type=float, default=300.0, metavar="S", help="seconds to wait for all (300)")
+    group.add_argument(
+        "--lost-limit", type=float, default=60.0, metavar="S", help="seconds without a host's answer to end after (60)"
+    )
 
 
 def find_place(given: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Place | None:
@@ -34,13 +40,19 @@ def find_place(given: argparse.Namespace, environ: Mapping[str, str] = os.enviro
     Raises: ValueError for options or variables that are incomplete or wrong, and for one of many processes that nothing
     tells where process 0 is.
     """
+    for option, value, least in (("join", given.join_limit, 0), ("lost", given.lost_limit, ASKED)):
+        if not least <= value < math.inf:
+            raise ValueError(f"--{option}-limit {value:g}: expected seconds, {least} or more")
     options = (given.coordinator, given.process_id, given.processes_total)
+    if given.coordinator is not None:
+        _check_address(OPTIONS[0], given.coordinator)
     if any(value is not None for value in options):
-        return _checked(*_complete(OPTIONS, options))
+        return _checked(OPTIONS, *_complete(OPTIONS, options))
     variables = tuple(environ.get(name) for name in VARIABLES)
     if environ.keys() & set(VARIABLES[1:]):
         coordinator, process, processes = _complete(VARIABLES, variables)
-        return _checked(coordinator, _number(VARIABLES[1], process), _number(VARIABLES[2], processes))
+        _check_address(VARIABLES[0], coordinator)
+        return _checked(VARIABLES, coordinator, _number(VARIABLES[1], process), _number(VARIABLES[2], processes))
     return _scheduled(environ, int(given.join_limit))
 
 
@@ -51,7 +63,7 @@ def check_alone(given: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def joined(place: Place | None, limit: float) -> Iterator[None]:
+def joined(place: Place | None, join_limit: float, lost_limit: float) -> Iterator[None]:
     """Be one of the processes of a job; for None, a job of its own. Who fails leaves without waiting for the others.
 
     Raises: StartError as `answer`.
@@ -59,14 +71,20 @@ def joined(place: Place | None, limit: float) -> Iterator[None]:
     if place is None:
         yield
         return
-    answer(place, limit)
-    _initialize(place, limit)
-    try:
-        yield
-    except BaseException as error:
-        # Runs before JAX's own farewell, which waits for all processes.
-        atexit.register(_leave, exit_code(error))
-        raise
+    connections = answer(place, join_limit)
+    from sharding.processes import doing
+
+    with Lines(place, connections, lost_limit, doing) as lines:
+        try:
+            _initialize(place, join_limit, lost_limit)
+            _let_gloo_listen(_own_address(connections))
+            yield
+        except BaseException as error:
+            code = exit_code(error)
+            lines.leave(code)
+            # Runs before JAX's own farewell, which waits for all processes.
+            atexit.register(_leave, code)
+            raise
 
 
 def _leave(code: int) -> None:
@@ -75,7 +93,7 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _initialize(place: Place, limit: float) -> None:
+def _initialize(place: Place, join_limit: float, lost_limit: float) -> None:
     import jax
 
     jax.config.update("jax_enable_preemption_service", False)  # the loop itself agrees on when to stop
@@ -86,10 +104,25 @@ def _initialize(place: Place, limit: float) -> None:
         place.process,
         local_device_ids=place.local_devices,
         cluster_detection_method="deactivate",
-        initialization_timeout=max(int(limit), 1),
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-        shutdown_timeout_seconds=HEARTBEAT_SECONDS,
+        initialization_timeout=max(int(join_limit), 1),
+        heartbeat_timeout_seconds=int(lost_limit) + HEARTBEAT_SECONDS,
+        shutdown_timeout_seconds=SHUTDOWN_SECONDS,
     )
+
+
+def _let_gloo_listen(address: str) -> None:
+    """Let devices of CPUs be reached at `address`. Gloo would take the one that the host's name leads to, which on many
+    machines is 127.0.0.1."""
+    from jax._src import distributed, xla_bridge
+    from jax._src.lib import _jax
+
+    gloo = lambda: _jax.make_gloo_tcp_collectives(distributed.global_state.client, hostname=address)
+    xla_bridge.register_backend_factory("cpu", lambda: xla_bridge.make_cpu_client(gloo()), fail_quietly=False)
+
+
+def _own_address(connections: Connections) -> str:
+    """Of this host, as the others see it."""
+    return next(iter(connections.values())).getsockname()[0].removeprefix("::ffff:")
 
 
 def _complete(names: tuple[str, ...], values: tuple) -> tuple:
@@ -105,12 +138,19 @@ def _number(name: str, value: str) -> int:
     return int(value)
 
 
-def _checked(coordinator: str, process: int, processes: int) -> Place | None:
+def _check_address(name: str, coordinator: str) -> None:
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"coordinator {coordinator!r}: expected HOST:PORT, such as 10.0.0.1:8476")
+        raise ValueError(f"{name} {coordinator!r}: expected HOST:PORT, such as 10.0.0.1:8476")
+
+
+def _checked(names: tuple[str, ...], coordinator: str, process: int, processes: int) -> Place | None:
+    if processes < 1:
+        raise ValueError(f"{names[2]} {processes}: at least 1")
     if not 0 <= process < processes:
-        raise ValueError(f"process {process} of {processes}: numbers go from 0 to processes - 1")
+        raise ValueError(
+            f"{names[1]} {process} of {names[2]} {processes}: processes are numbered from 0 to {processes - 1}"
+        )
     return Place(coordinator, process, processes) if processes > 1 else None
 
 

@@ -29,13 +29,40 @@ GPU_ENVIRONMENT = {
         ]
     ),
 }
+DEVICES_OF_A_CHIP = {"tpu7x": 2}  # as JAX shows them; Kubernetes counts chips
 Manifest = dict[str, Any]
+
+# What a name may be: RFC 1123's labels and subdomains as Kubernetes asks for them, its labels' values, the rest so that
+# it stays one word of a shell or a comment.
+LABEL = r"(?=.{1,63}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+SUBDOMAIN = r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
+NAMES = {
+    "--name": (
+        r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?",
+        "at most 40 lower-case letters, digits and dashes, a letter first, no dash last",
+    ),
+    "--namespace": (LABEL, "at most 63 lower-case letters, digits and dashes, no dash first or last"),
+    "--claim": (SUBDOMAIN, "lower-case letters, digits, dashes and dots, a letter or digit first and last"),
+    "--image": (r"[a-zA-Z0-9][\w.:/@+-]*", "[REGISTRY/]NAME[:TAG]"),
+    "--partition": (r"[\w.,+-]+", "names of partitions without spaces"),
+    "--account": (r"[\w.+-]+", "a name without spaces"),
+    "--gpu": (r"[A-Za-z0-9._-]+", "SkyPilot's name alone, such as H200; --gpus-per-host says how many"),
+    "--bucket": (r"[a-z0-9]+://[a-z0-9][\w.-]+(/[\w./-]*)?", "a store's address, such as s3://my-runs"),
+}
+
+
+def check_name(option: str, value: str) -> None:
+    """Raises: ValueError, naming what is allowed, for what the scheduler would refuse or misread."""
+    pattern, allowed = NAMES[option]
+    if not re.fullmatch(pattern, value):
+        raise ValueError(f"{option} {value!r}: expected {allowed}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Order:
     """A job of `hosts` with `accelerators` each: its name, the recipe as given (`config`, `overrides`) and whole
-    (`recipe`, YAML), the folder it writes to, and how often it is started anew after a failure.
+    (`recipe`, YAML), the folder it writes to, and how often it is started anew after a failure. Of a TPU an accelerator
+    is a chip.
 
     Raises: ValueError for counts below 1 and a name that Kubernetes would refuse.
     """
@@ -57,10 +84,7 @@ class Order:
         ):
             if value < least:
                 raise ValueError(f"{option} {value}: at least {least}")
-        if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", self.name):
-            raise ValueError(
-                f"--name {self.name!r}: at most 40 lower-case letters, digits and dashes, a letter first, no dash last"
-            )
+        check_name("--name", self.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +100,11 @@ class Slurm:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", self.time):
             raise ValueError(f"--time {self.time!r}: expected [DAYS-]HOURS:MINUTES:SECONDS, such as 24:00:00")
+        if self.cpus < 1:
+            raise ValueError(f"--cpus-per-host {self.cpus}: at least 1")
+        for option, name in (("--partition", self.partition), ("--account", self.account)):
+            if name is not None:
+                check_name(option, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +117,13 @@ class Tpu:
     @classmethod
     def parse(cls, text: str) -> Tpu:
         kind, _, topology = text.partition(":")
-        if not kind or not re.fullmatch(r"\d+x\d+(x\d+)?", topology):
+        if not re.fullmatch(LABEL, kind) or not re.fullmatch(r"\d+x\d+(x\d+)?", topology):
             raise ValueError(f"--tpu {text!r}: expected KIND:TOPOLOGY, such as tpu-v5p-slice:2x2x4")
         return cls(kind, topology)
+
+    @property
+    def devices_of_a_chip(self) -> int:
+        return DEVICES_OF_A_CHIP.get(self.kind.partition("-")[0], 1)
 
     def check(self, order: Order) -> None:
         """Raises: ValueError where the job's hosts have not as many chips as the slice, and so would never start."""
@@ -112,6 +145,10 @@ class Kubernetes:
     namespace: str = "default"
     tpu: Tpu | None = None
 
+    def __post_init__(self) -> None:
+        for option, name in (("--image", self.image), ("--claim", self.claim), ("--namespace", self.namespace)):
+            check_name(option, name)
+
 
 @dataclasses.dataclass(frozen=True)
 class Sky:
@@ -121,11 +158,13 @@ class Sky:
     bucket: str
 
     def __post_init__(self) -> None:
+        check_name("--gpu", self.gpu)
         if "://" not in self.bucket:
             raise ValueError(
                 f"--bucket {self.bucket!r} names no store, and SkyPilot would take it for a local path: give its "
                 f"address, such as s3://{self.bucket}"
             )
+        check_name("--bucket", self.bucket)
 
 
 def slurm_script(order: Order, slurm: Slurm) -> str:

@@ -16,7 +16,9 @@ def add_options(parser: argparse.ArgumentParser, scheduler: str) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a YAML recipe")
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="as in training")
     parser.add_argument("--hosts", type=int, required=True, metavar="N", help="one process each")
-    parser.add_argument("--gpus-per-host", type=int, default=8, metavar="D", help="accelerators of each host (8)")
+    parser.add_argument(
+        "--gpus-per-host", type=int, default=8, metavar="D", help="accelerators, of TPUs chips, of each (8)"
+    )
     parser.add_argument("--max-restarts", type=int, default=3, metavar="R", help="go on from the last checkpoint (3)")
     parser.add_argument("--name", help="of the job (that of the run folder)")
     parser.add_argument("--to", metavar="FILE", help="write it here instead of to standard output")
@@ -41,8 +43,9 @@ def write(scheduler: str, given: argparse.Namespace, recipe: Path) -> None:
     """Raises: ValueError for a recipe that is wrong or whose mesh does not fit the hosts, and for wrong options."""
     config = recipes.load(recipe, given.overrides)
     order = _order(given, config)
-    _check_mesh(order, config)
-    text = _manifest(scheduler, given, order)
+    tpu = Tpu.parse(given.tpu) if scheduler == "k8s" and given.tpu is not None else None
+    _check_mesh(order, config, tpu)
+    text = _manifest(scheduler, given, order, tpu)
     if given.to is None:
         print(text, end="")
     else:
@@ -66,7 +69,7 @@ def _order(given: argparse.Namespace, config: Config | OfflineConfig) -> Order:
     )
 
 
-def _manifest(scheduler: str, given: argparse.Namespace, order: Order) -> str:
+def _manifest(scheduler: str, given: argparse.Namespace, order: Order, tpu: Tpu | None) -> str:
     match scheduler:
         case "slurm":
             setup = tuple(given.setup)
@@ -78,7 +81,6 @@ def _manifest(scheduler: str, given: argparse.Namespace, order: Order) -> str:
                     f"run_dir={order.run_dir}: the claim is mounted at its parent on every host; give an absolute path "
                     "of two parts at least, such as run_dir=/runs/name"
                 )
-            tpu = None if given.tpu is None else Tpu.parse(given.tpu)
             if tpu is not None:
                 tpu.check(order)
             return jobset(order, Kubernetes(given.image, given.claim, str(mount), given.namespace, tpu))
@@ -86,7 +88,7 @@ def _manifest(scheduler: str, given: argparse.Namespace, order: Order) -> str:
             return sky_task(order, Sky(given.gpu, given.bucket))
 
 
-def _check_mesh(order: Order, config: Config | OfflineConfig) -> None:
+def _check_mesh(order: Order, config: Config | OfflineConfig, tpu: Tpu | None) -> None:
     from jaxrl_post.loops.network import mesh_sizes
 
-    mesh_sizes(config, order.hosts * order.accelerators)
+    mesh_sizes(config, order.hosts * order.accelerators * (tpu.devices_of_a_chip if tpu else 1))

@@ -12,10 +12,13 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 HELLO_SECONDS = 5.0  # for a caller to say who it is
 LATE_SECONDS = 5.0  # that a caller waits beyond the limit, to be told by process 0 who is missing
 RETRY_SECONDS = 0.2
+Message = dict[str, Any]
+Connections = dict[int, socket.socket]  # by the process at the other end
 
 
 class StartError(ValueError):
@@ -40,25 +43,22 @@ class Place:
         return host.strip("[]"), int(port)
 
 
-def answer(place: Place, limit: float) -> None:
-    """Return when all processes have called, at most `limit` seconds from now.
+def answer(place: Place, limit: float) -> Connections:
+    """Return when all processes have called, at most `limit` seconds from now: those of process 0 to all others, or the
+    one to process 0.
 
     Raises: StartError, on each of them, with the coordinator's address and the processes expected and seen; for a
     number that two have, for two totals, and for a port that is taken.
     """
     deadline = time.monotonic() + limit
-    if place.process == 0:
-        _call_the_roll(place, limit, deadline)
-    else:
-        _call_in(place, limit, deadline)
+    return _call_the_roll(place, limit, deadline) if place.process == 0 else _call_in(place, limit, deadline)
 
 
-def _call_the_roll(place: Place, limit: float, deadline: float) -> None:
+def _call_the_roll(place: Place, limit: float, deadline: float) -> Connections:
     with contextlib.ExitStack() as open_until:
-        listener = open_until.enter_context(_listener(place))
-        present: dict[int, socket.socket] = {}
+        present: Connections = {}
         try:
-            for caller in _callers(listener, deadline):
+            for caller in _callers(open_until.enter_context(_listener(place)), deadline):
                 open_until.enter_context(caller)
                 hello = _read(caller, time.monotonic() + HELLO_SECONDS)
                 if hello is None:  # a port scan or a health check
@@ -69,12 +69,13 @@ def _call_the_roll(place: Place, limit: float, deadline: float) -> None:
             if len(present) < place.processes - 1:
                 raise StartError(_absence(place, sorted({0, *present}), limit))
         except StartError as error:
-            _tell(present, {"error": str(error)})
+            tell(present, {"error": str(error)})
             raise
-        _tell(present, {"all": True})
+        tell(present, {"all": True})
+        return {process: caller.dup() for process, caller in present.items()}
 
 
-def _admit(place: Place, hello: dict, caller: socket.socket, present: dict[int, socket.socket]) -> None:
+def _admit(place: Place, hello: Message, caller: socket.socket, present: Connections) -> None:
     process, processes = hello["process"], hello["processes"]
     where = f"at {place.coordinator}"
     fault = ""
@@ -83,22 +84,22 @@ def _admit(place: Place, hello: dict, caller: socket.socket, present: dict[int, 
     elif process == 0 or process in present:
         fault = f"two processes came as number {process} of {processes} {where}: give each its own --process-id"
     if fault:
-        _tell({process: caller}, {"error": fault})
+        tell({process: caller}, {"error": fault})
         raise StartError(fault)
     present[process] = caller
 
 
-def _call_in(place: Place, limit: float, deadline: float) -> None:
+def _call_in(place: Place, limit: float, deadline: float) -> Connections:
     me = {"process": place.process, "processes": place.processes}
     while time.monotonic() < deadline:
         reply = None
         with contextlib.suppress(OSError), socket.create_connection(place.address, timeout=HELLO_SECONDS) as caller:
             _write(caller, me)
             reply = _read(caller, deadline + LATE_SECONDS)
-        if reply is not None and "error" in reply:
-            raise StartError(reply["error"])
+            if reply is not None and "error" not in reply:
+                return {0: caller.dup()}
         if reply is not None:
-            return
+            raise StartError(reply["error"])
         time.sleep(RETRY_SECONDS)
     raise StartError(
         f"process 0, which listens at {place.coordinator}, did not answer process {place.process} within {limit:g} s: "
@@ -139,22 +140,31 @@ def _callers(listener: socket.socket, deadline: float) -> Iterator[socket.socket
             yield listener.accept()[0]
 
 
-def _tell(present: dict[int, socket.socket], message: dict) -> None:
-    for caller in present.values():
-        with contextlib.suppress(OSError):  # it may be gone
-            _write(caller, message)
+def tell(connections: Connections, message: Message) -> None:
+    """Send it to all who are still there."""
+    for connection in connections.values():
+        with contextlib.suppress(OSError):
+            _write(connection, message)
 
 
-def _write(connection: socket.socket, message: dict) -> None:
+def receive(connection: socket.socket) -> Message | None:
+    """One message; None where the other end closed the connection, or sent what is none. Raises: OSError."""
+    with connection.makefile("rb", buffering=0) as lines:  # not a byte of the message after it
+        line = lines.readline(65536)
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None
+
+
+def _write(connection: socket.socket, message: Message) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _read(connection: socket.socket, deadline: float) -> dict | None:
-    """One line as an object; None when there is none in time."""
+def _read(connection: socket.socket, deadline: float) -> Message | None:
+    """One message; None when there is none in time."""
     connection.settimeout(max(deadline - time.monotonic(), 0.001))
-    try:
-        with connection.makefile("rb") as lines:
-            message = json.loads(lines.readline(65536))
-    except (OSError, ValueError):
-        return None
-    return message if isinstance(message, dict) else None
+    with contextlib.suppress(OSError):
+        return receive(connection)
+    return None

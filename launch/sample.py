@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ def sample(source: Path, overrides: Sequence[str], weights: Path | None, asked: 
 
     Raises: ValueError for no prompt, for a stream of several samples, and as `read_policy` and `Sampler.generate`.
     """
+    _check_numbers(asked)
     rows = _rows(asked)
     single = len(rows) * asked.samples == 1
     if asked.stream and not single:
@@ -72,9 +74,17 @@ def _rows(asked: Asked) -> list[Row]:
         rows += read_rows(asked.file, JsonlTask(kind="jsonl", path=str(asked.file)), "--file")[0]
     if not rows:
         raise ValueError("give --prompt TEXT or --file prompts.jsonl")
-    if asked.samples < 1:
-        raise ValueError(f"--samples {asked.samples}: expected 1 or more")
     return rows
+
+
+def _check_numbers(asked: Asked) -> None:
+    for flag, value, least in (
+        ("--samples", asked.samples, 1),
+        ("--max-tokens", asked.max_tokens, 1),
+        ("--temperature", asked.temperature, 0),
+    ):
+        if value is not None and not least <= value < math.inf:
+            raise ValueError(f"{flag} {value}: expected {least} or more")
 
 
 def _options(policy: Policy, asked: Asked) -> SampleOptions:
@@ -84,11 +94,7 @@ def _options(policy: Policy, asked: Asked) -> SampleOptions:
         rollout = policy.config.rollout
         own = own_decoding(policy) | {"max_new_tokens": rollout.max_new_tokens, "slots": rollout.slots}
     typed = {"max_new_tokens": asked.max_tokens, "temperature": asked.temperature, "samples_per_prompt": asked.samples}
-    options = SampleOptions(**(own | {key: value for key, value in typed.items() if value is not None}))
-    for flag, value, least in (("--max-tokens", options.max_new_tokens, 1), ("--temperature", options.temperature, 0)):
-        if not value >= least:
-            raise ValueError(f"{flag} {value}: expected {least} or more")
-    return options
+    return SampleOptions(**(own | {key: value for key, value in typed.items() if value is not None}))
 
 
 def _batch(policy: Policy, prompts: Sequence[Prompt], options: SampleOptions) -> list[Completion]:

@@ -46,9 +46,7 @@ def serve(source: Path, overrides: Sequence[str], weights: Path | None, asked: A
 
     Raises: ValueError for values that make no server, a port that cannot be had, and as `read_policy`.
     """
-    for flag, value in (("--slots", asked.slots), ("--context", asked.context - 1), ("--steps", asked.steps)):
-        if value < 1:
-            raise ValueError(f"{flag} is too small: expected {2 if flag == '--context' else 1} or more")
+    _check_numbers(asked)
     key = read_key(asked.key_file)
     sock = listen(asked.host, asked.port)
     name = asked.name or source.stem
@@ -60,6 +58,19 @@ def serve(source: Path, overrides: Sequence[str], weights: Path | None, asked: A
     # The server raises the signal it ended on again, when all is done: nothing is left to be ended then.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     run(app, sock)
+
+
+def _check_numbers(asked: Asked) -> None:
+    for flag, value, least in (
+        ("--slots", asked.slots, 1),
+        ("--context", asked.context, 2),
+        ("--steps", asked.steps, 1),
+        ("--max-queue", asked.max_queue, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{flag} {value}: expected {least} or more")
+    if not asked.seconds > 0:
+        raise ValueError(f"--timeout {asked.seconds:g}: expected more than 0 seconds")
 
 
 def make_application(

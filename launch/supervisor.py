@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from launch.faults import REFUSED
+from launch.lines import LOST
 
 ALONE_SECONDS = 10.0  # that the others may run on when one has ended
 POLL_SECONDS = 0.2
@@ -71,14 +72,20 @@ def supervise(command: Sequence[str], cast: Cast, logs: Path) -> int:
 
     `command` gets the options that make it one of the processes. When a process fails all end within `ALONE_SECONDS`
     and, but for a refusal, start again; what they go on from is their own business. SIGTERM and SIGINT are passed on
-    once, and then nothing starts again.
+    once as SIGTERM, and then nothing starts again; a second one ends all at once.
+
+    Raises: KeyboardInterrupt after a SIGINT, when all have ended.
     """
-    stop = threading.Event()
-    handlers = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    told: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda n, _: told.append(n)) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         for attempt in range(cast.max_restarts + 1):
-            code = _attempt(command, cast, logs, stop)
-            if code in (0, REFUSED) or stop.is_set() or attempt == cast.max_restarts:
+            code = _attempt(command, cast, logs, told)
+            if signal.SIGINT in told:
+                raise KeyboardInterrupt
+            if code in (0, REFUSED) or told or attempt == cast.max_restarts:
                 return code
             print(f"restart {attempt + 1} of {cast.max_restarts}", file=sys.stderr, flush=True)
         raise AssertionError("unreachable")
@@ -87,34 +94,33 @@ def supervise(command: Sequence[str], cast: Cast, logs: Path) -> int:
             signal.signal(number, handler)
 
 
-def _attempt(command: Sequence[str], cast: Cast, logs: Path, stop: threading.Event) -> int:
+def _attempt(command: Sequence[str], cast: Cast, logs: Path, told: Sequence[int]) -> int:
     coordinator = f"127.0.0.1:{free_port()}"
     started: list[_Process] = []
     try:
         for i in range(cast.processes):
             place = ["--coordinator", coordinator, "--process-id", str(i), "--processes-total", str(cast.processes)]
             started.append(_Process(i, [*command, *place], environment(os.environ, i, cast.devices), logs))
-        return _watch(started, cast, stop)
+        return _watch(started, cast, told)
     finally:
         for process in started:
             process.end()
 
 
-def _watch(started: Sequence[_Process], cast: Cast, stop: threading.Event) -> int:
+def _watch(started: Sequence[_Process], cast: Cast, told: Sequence[int]) -> int:
     """The exit code of the first that failed, once all have ended or have been given the time to."""
     failed: _Process | None = None
-    deadline, told = float("inf"), False
-    while time.monotonic() < deadline and any(process.code is None for process in started):
-        if stop.is_set() and not told:
-            told, deadline = True, time.monotonic() + cast.grace
-            for process in started:
-                process.popen.send_signal(signal.SIGTERM)
-        ended = next((process for process in started if process.code), None)
-        if ended and failed is None:
-            failed, deadline = ended, time.monotonic() + ALONE_SECONDS
+    deadline, passed_on = float("inf"), False
+    while time.monotonic() < deadline and len(told) < 2 and any(process.code is None for process in started):
+        if told and not passed_on:
+            passed_on, deadline = True, time.monotonic() + cast.grace
+            _pass_on(started, cast)
+        failed_now = _failed(started)
+        if failed_now and failed is None:
+            failed, deadline = failed_now, time.monotonic() + ALONE_SECONDS
         time.sleep(POLL_SECONDS)
     late = [process.number for process in started if process.code is None]
-    failed = failed or next((process for process in started if process.code), None)
+    failed = _failed(started)
     if failed is None and not late:
         return 0
     if late:
@@ -124,6 +130,22 @@ def _watch(started: Sequence[_Process], cast: Cast, stop: threading.Event) -> in
         return 1
     failed.report()
     return exit_code(failed.code or 1)
+
+
+def _pass_on(started: Sequence[_Process], cast: Cast) -> None:
+    print(
+        f"told to stop: every process saves the step it is in and ends, within {cast.grace:g} s; told again, at once",
+        file=sys.stderr,
+        flush=True,
+    )
+    for process in started:
+        process.popen.send_signal(signal.SIGTERM)
+
+
+def _failed(started: Sequence[_Process]) -> _Process | None:
+    """The first that failed by itself; one that was left alone only where no other did."""
+    failed = [process for process in started if process.code]
+    return min(failed, key=lambda process: process.code == LOST, default=None)
 
 
 def exit_code(returned: int) -> int:

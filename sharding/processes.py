@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -21,9 +22,12 @@ from sharding.placement import Tree, reshard
 
 Item = TypeVar("Item")
 Json = Any  # None, bool, int, float, text, and lists and dicts of these with text as keys; NaN is a float here
+PHASE = "phase"  # subject of a post: what a process is at
 WAITING = "waiting"  # subject of a post: what a process that has done its own share waits for
 TOLD = "All processes of the job were told of this."
 SMALLEST = 256  # bytes of a message; longer ones are powers of two, so that few programs are compiled
+_imported = time.monotonic()
+_posted: dict[str, tuple[str, float]] = {}  # by subject, with its time: where the others put it up may be out of reach
 
 
 class PeerError(ValueError):
@@ -105,6 +109,7 @@ def meet(mesh: Mesh) -> None:
 
 def post(subject: str, text: str) -> None:
     """Put up what this process is doing, for all to read without its help."""
+    _posted[subject] = (text, time.monotonic())
     if (client := distributed.global_state.client) is not None:
         client.key_value_set(f"{subject}/{jax.process_index()}", text, allow_overwrite=True)
 
@@ -115,6 +120,13 @@ def posts(subject: str) -> dict[int, str]:
         return {}
     found = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(f"{subject}/")}
     return {process: found[process] for process in sorted(found) if found[process]}
+
+
+def doing() -> str:
+    """What this process has put up last, for a message: `update_actor for 12 s, waiting for the others`."""
+    phase, since = _posted.get(PHASE, ("start", _imported))
+    waits = _posted.get(WAITING, ("", 0.0))[0]
+    return f"{phase} for {time.monotonic() - since:.0f} s{f', waiting for {waits}' if waits else ''}"
 
 
 def _has_remote_parts(array: Any) -> bool:

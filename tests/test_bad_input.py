@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -224,8 +225,19 @@ def test_a_reward_that_fails_is_told_in_one_line(user_module, error):
 @pytest.mark.parametrize("place", ["", "/run"])
 def test_a_run_folder_that_cannot_be(refused, tmp_path, place):
     (tmp_path / "file").write_text("x")
-    refused(str(tmp_path / "file"), run_dir=f"{tmp_path}/file{place}")
+    said = f"run_dir={tmp_path}/file{place}: {tmp_path}/file is a file, and a run writes a folder"
+    refused(said, "such as run_dir=runs/name", run_dir=f"{tmp_path}/file{place}")
     assert (tmp_path / "file").read_text() == "x"
+
+
+def test_a_run_folder_that_may_not_be_written(refused, tmp_path, monkeypatch):
+    """As the superuser, whom the kernel does not refuse, these tests ask a kernel that does."""
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK)
+    refused(f"run_dir={tmp_path}/a/b: nothing can be written in {tmp_path} by this user", run_dir=f"{tmp_path}/a/b")
+
+
+def test_a_run_folder_that_the_system_refuses(refused):
+    refused("run_dir=/proc/run cannot be made (No such file or directory)", run_dir="/proc/run")
 
 
 @pytest.mark.parametrize(("limit", "width"), [(47, 47), (48, 48), (64, 48)])

@@ -1,6 +1,7 @@
 """Finding the other processes of a job, and keeping N of them on one machine: no accelerator, no jax."""
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -9,12 +10,14 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from jax._src.clusters import ClusterEnv
 
 from launch import cluster, supervisor
 from launch.__main__ import main
+from launch.lines import LOST
 from launch.rollcall import Place, StartError, answer
 from launch.supervisor import Cast, environment, free_port, supervise
 
@@ -98,9 +101,20 @@ def test_open_mpi_is_read_as_jax_reads_it(clean):
     ("words", "variables", "said"),
     [
         (["--process-id", "1"], {}, "--coordinator and --processes-total is not given"),
-        (["--coordinator", "here", "--process-id", "0", "--processes-total", "2"], {}, "expected HOST:PORT"),
+        (
+            ["--coordinator", "here", "--process-id", "0", "--processes-total", "2"],
+            {},
+            "--coordinator 'here': expected HOST:PORT, such as 10.0.0.1:8476",
+        ),
+        (["--coordinator", "here"], {}, "--coordinator 'here': expected HOST:PORT"),
+        (["--lost-limit", "1"], {}, "--lost-limit 1: expected seconds, 6 or more"),
+        (["--join-limit", "nan"], {}, "--join-limit nan: expected seconds, 0 or more"),
         (["--coordinator", "h:99999", "--process-id", "0", "--processes-total", "2"], {}, "expected HOST:PORT"),
-        (["--coordinator", "h:1", "--process-id", "2", "--processes-total", "2"], {}, "process 2 of 2"),
+        (
+            ["--coordinator", "h:1", "--process-id", "2", "--processes-total", "2"],
+            {},
+            "--process-id 2 of --processes-total 2",
+        ),
         ([], {"JAX_PROCESS_ID": "0"}, "JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES is not given"),
         (
             [],
@@ -235,7 +249,8 @@ def test_a_job_is_started_again_as_often_as_was_allowed(tmp_path, capfd, monkeyp
     assert count.read_text() == "y"  # a mistake in the recipe is not tried again
 
 
-def test_a_stop_is_passed_on_and_waited_for(tmp_path):
+@pytest.mark.parametrize("order", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_is_passed_on_and_waited_for(tmp_path, capfd, order):
     polite = script(
         "signal.signal(15, lambda *_: (print('saved', flush=True), os._exit(0)))\n"
         f"open({str(tmp_path)!r} + f'/ready{{i}}', 'w').close()\ntime.sleep(60)"
@@ -244,25 +259,55 @@ def test_a_stop_is_passed_on_and_waited_for(tmp_path):
     def interrupt():
         while not all((tmp_path / f"ready{i}").exists() for i in range(2)):
             time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), order)
 
     threading.Thread(target=interrupt).start()
-    assert supervise(polite, Cast(2, max_restarts=5), tmp_path) == 0
+    with pytest.raises(KeyboardInterrupt) if order == signal.SIGINT else contextlib.nullcontext():
+        assert supervise(polite, Cast(2, max_restarts=5), tmp_path) == 0
+    assert "every process saves the step it is in and ends, within 120 s" in capfd.readouterr().err
     assert all("saved" in (tmp_path / f"process_{i}.log").read_text() for i in range(2))
 
 
-def test_whoever_ignores_a_stop_is_ended(tmp_path):
+@pytest.mark.parametrize(("orders", "grace"), [(1, 0.5), (2, 60.0)])
+def test_whoever_ignores_a_stop_is_ended(tmp_path, orders, grace):
+    """When its time is up, or at once when told again."""
     deaf = script(f"signal.signal(15, signal.SIG_IGN); open({str(tmp_path / 'ready')!r}, 'w').close()\ntime.sleep(60)")
 
     def stop():
         while not (tmp_path / "ready").exists():
             time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(orders):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
 
     threading.Thread(target=stop).start()
     since = time.monotonic()
-    assert supervise(deaf, Cast(1, grace=0.5), tmp_path) == 1
+    assert supervise(deaf, Cast(1, grace=grace), tmp_path) == 1
     assert time.monotonic() - since < 10
+
+
+def test_who_was_left_alone_is_not_the_one_that_failed(tmp_path, capfd):
+    die = script(f"time.sleep(0.5 * i); sys.exit([{LOST}, 9][i])")
+    assert supervise(die, Cast(2), tmp_path) == 9
+    assert "process 1 ended with code 9" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_interrupted_job_leaves_no_process(tmp_path):
+    command = [sys.executable, "-m", "launch", "configs/tiny/grpo.yaml", f"run_dir={tmp_path / 'run'}", "steps=1000"]
+    with subprocess.Popen(
+        [*command, "--processes", "2"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as job:
+        wait_until(lambda: "step 1/1000" in job.stdout.readline())
+        children = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
+        assert len(children) == 2
+        job.send_signal(signal.SIGINT)
+        said = job.communicate(timeout=120)
+    assert job.returncode == 130
+    assert said[1].endswith("interrupted\n")
+    assert "told to stop: step" in said[0]
+    assert not any(map(is_running, children))
+    assert sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
@@ -283,6 +328,11 @@ def test_processes_end_with_whoever_watches_them(tmp_path):
     while is_running(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(child)
+
+
+def wait_until(there):
+    while not there():
+        pass
 
 
 def is_running(pid):

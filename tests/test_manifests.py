@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from launch.__main__ import main
-from launch.manifests import GPU_ENVIRONMENT, Order, Slurm, Tpu
+from launch.manifests import GPU_ENVIRONMENT, Kubernetes, Order, Sky, Slurm, Tpu
 
 RECIPE = "configs/tiny/grpo.yaml"
 MESH = ("mesh.data=2", "mesh.fsdp=8")
@@ -127,6 +127,15 @@ def test_a_tpu_slice_is_selected_by_its_labels(capsys):
     assert "XLA_FLAGS" not in {entry["name"] for entry in pod["containers"][0]["env"]}
 
 
+def test_a_chip_of_two_devices_has_two_places_in_the_mesh(capsys):
+    """JAX shows a tpu7x chip as two devices, as `launch plan` counts them; the cluster counts chips."""
+    words = ("--hosts", "2", "--gpus-per-host", "4", "--image", "i", "--claim", "c", "run_dir=/runs/x")
+    _, group = yaml.safe_load_all(written(capsys, "k8s", RECIPE, *MESH, *words, "--tpu", "tpu7x:2x2x2"))
+    pod = group["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}
+    assert "8 devices" in written(capsys, "k8s", RECIPE, *MESH, *words, "--tpu", "tpu-v5p-slice:2x2x2", code=2)
+
+
 def test_a_sky_task_tells_each_node_its_place(tmp_path, capsys):
     words = ("--hosts", "2", "--gpu", "H200", "--bucket", "s3://runs", "--to", str(tmp_path / "task.yaml"))
     assert written(capsys, "skypilot", RECIPE, *MESH, "run_dir=/runs/x", *words) == ""
@@ -160,7 +169,19 @@ def test_xla_knows_the_flags():
         (("slurm", RECIPE, *MESH, "--hosts", "0"), "--hosts 0"),
         (("slurm", RECIPE, *MESH, "--hosts", "2", "--time", "soon"), "--time 'soon'"),
         (("slurm", RECIPE, *MESH, "--hosts", "2", "--name", "Caps"), "--name 'Caps'"),
+        (("slurm", RECIPE, *MESH, "--hosts", "2", "--name", "a" * 41), "at most 40 lower-case letters"),
+        (("slurm", RECIPE, *MESH, "--hosts", "2", "run_dir=runs/2024"), "--name '2024': expected at most 40"),
+        (("slurm", RECIPE, *MESH, "--hosts", "2", "--partition", "a b"), "--partition 'a b': expected names of"),
+        (("slurm", RECIPE, *MESH, "--hosts", "2", "--account", "x;y"), "--account 'x;y': expected a name"),
+        (("slurm", RECIPE, *MESH, "--hosts", "2", "--cpus-per-host", "0"), "--cpus-per-host 0: at least 1"),
         (("slurm", RECIPE, *MESH), "--hosts"),
+        (("k8s", RECIPE, *MESH, *IN_A_CLAIM, "--namespace", "My_Team"), "--namespace 'My_Team': expected at most 63"),
+        (("k8s", RECIPE, *MESH, *IN_A_CLAIM, "--namespace", "n" * 64), "expected at most 63 lower-case letters"),
+        (("k8s", RECIPE, *MESH, *IN_A_CLAIM, "--namespace", "team-"), "no dash first or last"),
+        (("k8s", RECIPE, *MESH, *IN_A_CLAIM, "--claim", "My Claim"), "--claim 'My Claim': expected lower-case letters"),
+        (("k8s", RECIPE, *MESH, *IN_A_CLAIM, "--claim", "a..b"), "--claim 'a..b'"),
+        (("k8s", RECIPE, *MESH, *IN_A_CLAIM, "--image", "an image"), "--image 'an image': expected [REGISTRY/]NAME"),
+        (("k8s", RECIPE, *MESH, *IN_A_CLAIM, "--tpu", "TPU v5:2x2"), "KIND:TOPOLOGY"),
         (("k8s", RECIPE, *MESH, "--hosts", "2", "--image", "i", "--claim", "c"), "absolute path"),
         (
             ("k8s", RECIPE, *MESH, "--tpu", "v5p", *IN_A_CLAIM),
@@ -170,10 +191,18 @@ def test_xla_knows_the_flags():
             ("k8s", RECIPE, "--tpu", "tpu-v5p-slice:2x2x4", "--gpus-per-host", "4", *IN_A_CLAIM),
             "16 chips, --hosts 2 with --gpus-per-host 4 are 8",
         ),
-        (("skypilot", RECIPE, *MESH, "--hosts", "2", "--gpu", "H200", "--bucket", "s3://b"), "absolute path"),
+        (("skypilot", RECIPE, *MESH, "--hosts", "2", "--gpu", "H200", "--bucket", "s3://runs"), "absolute path"),
         (
             ("skypilot", RECIPE, *MESH, "run_dir=/r/x", "--hosts", "2", "--gpu", "H200", "--bucket", "b"),
             "--bucket 'b' names no store",
+        ),
+        (
+            ("skypilot", RECIPE, *MESH, "run_dir=/r/x", "--hosts", "2", "--gpu", "H200", "--bucket", "s3://a b"),
+            "--bucket 's3://a b': expected a store's address",
+        ),
+        (
+            ("skypilot", RECIPE, *MESH, "run_dir=/r/x", "--hosts", "2", "--gpu", "H200:8", "--bucket", "s3://runs"),
+            "--gpu 'H200:8': expected SkyPilot's name alone, such as H200; --gpus-per-host says how many",
         ),
     ],
 )
@@ -185,3 +214,6 @@ def test_names_and_times_of_both_kinds():
     Order("a", "c", (), "", "", 1, 1, 0)
     assert Slurm("2-12:00:00").time == "2-12:00:00"
     assert Tpu.parse("tpu-v6e-slice:4x4") == Tpu("tpu-v6e-slice", "4x4")
+    Slurm(partition="gpu,gpu_long", account="team.a")
+    Kubernetes("europe-docker.pkg.dev/p/r/trainer:v1@sha256:abc", "runs.team-a", "/runs", "team-a")
+    Sky("A100-80GB", "gs://my-runs/grpo")

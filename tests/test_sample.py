@@ -73,9 +73,6 @@ def test_a_run_answers_with_its_newest_weights(tmp_path, capsys):
     [
         ([TINY], "give --prompt TEXT or --file"),
         ([TINY, "--prompt", "x", "--prompt", "y", "--stream"], "--stream shows one sample, not 2 prompts"),
-        ([TINY, "--prompt", "x", "--samples", "0"], "--samples 0"),
-        ([TINY, "--prompt", "x", "--max-tokens", "0"], "--max-tokens 0"),
-        ([TINY, "--prompt", "x", "--temperature", "-1"], "--temperature -1.0"),
         ([TINY, "--file", "nothing.jsonl"], "--file='nothing.jsonl' does not exist"),
         (["configs/tiny/reward_model.yaml", "--prompt", "x"], "samples no text"),
         (["tests", "--prompt", "x"], "tests/config.yaml"),
@@ -90,8 +87,6 @@ def test_what_cannot_be_sampled_is_said_in_one_line(words, why, capsys):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ([TINY, "--slots", "0"], "--slots"),
-        ([TINY, "--context", "1"], "--context"),
         ([TINY, "--api-key-file", "pyproject.toml", "--host", "no.such.host.invalid"], "cannot listen on"),
         ([TINY, "--api-key-file", "nothing"], "nothing"),
         (["configs/tiny/reward_model.yaml", "--port", "0"], "samples no text"),
@@ -100,3 +95,23 @@ def test_what_cannot_be_sampled_is_said_in_one_line(words, why, capsys):
 def test_what_cannot_be_served_is_said_in_one_line(words, why, capsys):
     assert main(["serve", *words]) == 2
     assert why in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "why"),
+    [
+        ("sample", ["--samples", "0"], "--samples 0: expected 1 or more"),
+        ("sample", ["--max-tokens", "0"], "--max-tokens 0: expected 1 or more"),
+        ("sample", ["--temperature", "-1"], "--temperature -1.0: expected 0 or more"),
+        ("sample", ["--temperature", "nan"], "--temperature nan: expected 0 or more"),
+        ("serve", ["--slots", "0"], "--slots 0: expected 1 or more"),
+        ("serve", ["--context", "1"], "--context 1: expected 2 or more"),
+        ("serve", ["--max-queue", "-1"], "--max-queue -1: expected 0 or more"),
+        ("serve", ["--timeout", "0"], "--timeout 0: expected more than 0 seconds"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_before_weights_are_read(command, words, why, capsys, monkeypatch):
+    for module in ("launch.sample", "launch.serve"):
+        monkeypatch.setattr(f"{module}.read_policy", lambda *_: pytest.fail("read"))
+    assert main([command, TINY, *words, *(["--prompt", "x"] if command == "sample" else [])]) == 2
+    assert capsys.readouterr().err == f"error: {why}\n"

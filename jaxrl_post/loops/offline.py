@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.config_offline import OfflineConfig
@@ -23,6 +22,7 @@ from jaxrl_post.loops.teachers import Teachers
 from jaxrl_post.observe.metrics import METRICS
 from jaxrl_post.observe.plot import OFFLINE, plot_curves
 from jaxrl_post.observe.progress import Phases, Progress
+from jaxrl_post.run_dir import make_run_dir
 from jaxrl_post.training.state import TrainState
 from jaxrl_post.types_offline import Example
 from sharding.processes import is_first, together
@@ -37,7 +37,7 @@ def run(config: OfflineConfig) -> None:
     Raises: ValueError, FileNotFoundError for what the user can mend, before any step and before anything is written.
     """
     job = together(lambda: build(config))
-    run_dir = Path(config.run_dir)
+    run_dir = together(lambda: make_run_dir(config.run_dir))
     teachers = Teachers(job.teachers)
     learner = OfflineLearner(job, teachers)
     checkpoints = Checkpointer(run_dir / "checkpoints", config.checkpoint.keep_last)

@@ -36,6 +36,7 @@ from jaxrl_post.observe.metrics import METRICS
 from jaxrl_post.observe.plot import ONLINE, plot_curves
 from jaxrl_post.observe.progress import Phases, Progress
 from jaxrl_post.rollout.sampler import Sampler
+from jaxrl_post.run_dir import make_run_dir
 from jaxrl_post.training.state import TrainState
 from sharding.processes import is_first, together
 
@@ -48,7 +49,7 @@ def run(config: Config, rollouts: Path | None = None) -> None:
     Raises: ValueError, FileNotFoundError for what the user can mend, before any step and before anything is written.
     """
     job = together(lambda: build(config))
-    run_dir = Path(config.run_dir)
+    run_dir = together(lambda: make_run_dir(config.run_dir))
     checkpoints = Checkpointer(run_dir / "checkpoints", config.checkpoint.keep_last)
     done = last_step(checkpoints, config)
     saves = Saves(config.checkpoint, config.steps, config.evaluation.enabled and bool(job.held_out))

@@ -9,10 +9,9 @@ import sys
 import threading
 import time
 
-from sharding.processes import WAITING, post, posts
+from sharding.processes import PHASE, WAITING, post, posts
 
 STUCK = 70  # exit code
-PHASE = "phase"
 LAST_WORDS_SECONDS = 10.0
 
 

@@ -1,0 +1,111 @@
+"""Hosts on one machine, to cut apart: each a network namespace behind a switch, or, where those cannot be had, a name
+for processes that are stopped instead of cut off."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+NOBODY = "02:00:00:00:00:99"  # an address on the switch that no host has
+
+
+def ip(*words, check=True):
+    return subprocess.run(["ip", *words], check=check, capture_output=True, text=True).stdout
+
+
+def why_no_namespaces():
+    """What is missing to make network namespaces; empty where nothing is."""
+    if sys.platform != "linux" or shutil.which("ip") is None:
+        return "no Linux with the command `ip` (iproute2)"
+    name = f"jaxrl{os.getpid()}try"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    ip("netns", "del", name, check=False)
+    return made.stderr.strip()
+
+
+class Namespaces:
+    """`count` hosts 10.77.0.1, 10.77.0.2, …, each with a cable to a switch."""
+
+    def __init__(self, count):
+        self._names = [f"jaxrl{os.getpid()}h{i}" for i in range(count)]
+        self._switch = f"jaxrl{os.getpid()}s"
+        self.addresses = [f"10.77.0.{i + 1}" for i in range(count)]
+
+    def __enter__(self):
+        ip("netns", "add", self._switch)
+        ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
+        ip("-n", self._switch, "link", "set", "br0", "up")
+        for i, name in enumerate(self._names):
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", self._switch, "link", "add", f"p{i}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("-n", self._switch, "link", "set", f"p{i}", "master", "br0", "up")
+            ip("-n", name, "address", "add", f"{self.addresses[i]}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+        return self
+
+    def __exit__(self, *exc):
+        for i in range(len(self._names)):
+            self.kill(i)
+        for name in (*self._names, self._switch):
+            ip("netns", "del", name, check=False)
+
+    def start(self, host, command, **options):
+        return subprocess.Popen(["ip", "netns", "exec", self._names[host], *command], **options)
+
+    def cut(self, host):
+        """Pull the host's cable."""
+        ip("-n", self._switch, "link", "set", f"p{host}", "down")
+
+    def mend(self, host):
+        ip("-n", self._switch, "link", "set", f"p{host}", "up")
+
+    def lose(self, sender, receiver):
+        """From now on nothing that one host sends to another arrives there."""
+        arrives = ("neigh", "replace", self.addresses[receiver], "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
+        ip("-n", self._names[sender], *arrives)
+
+    def find(self, sender, receiver):
+        ip("-n", self._names[sender], "neigh", "del", self.addresses[receiver], "dev", "eth0")
+
+    def kill(self, host):
+        """All that runs there, at once."""
+        for pid in ip("netns", "pids", self._names[host], check=False).split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+class Stopped:
+    """The same without namespaces: a host that is cut off is stopped, which its peers cannot tell from a hang."""
+
+    def __init__(self, count):
+        self.addresses = ["127.0.0.1"] * count
+        self._started = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        for host in self._started:
+            self.kill(host)
+
+    def start(self, host, command, **options):
+        self._started[host] = subprocess.Popen(command, start_new_session=True, **options)
+        return self._started[host]
+
+    def cut(self, host):
+        os.killpg(self._started[host].pid, signal.SIGSTOP)
+
+    def mend(self, host):
+        if self._started[host].poll() is None:
+            os.killpg(self._started[host].pid, signal.SIGCONT)
+
+    def lose(self, sender, receiver):
+        self.cut(sender)
+
+    def find(self, sender, receiver):
+        self.mend(sender)
+
+    def kill(self, host):
+        if self._started[host].poll() is None:
+            os.killpg(self._started[host].pid, signal.SIGKILL)

@@ -1,0 +1,245 @@
+"""Jobs of several hosts whose network is cut, whose packets are lost one way, whose hosts die."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import whole_runs
+from network_hosts import Namespaces, Stopped, why_no_namespaces
+
+from jaxrl_post.observe.metrics import read_metrics
+from jaxrl_post.observe.watchdog import STUCK
+from launch.lines import LOST
+from launch.supervisor import free_port
+
+ROOT = Path(__file__).parents[1]
+PORT = 8476
+LIMIT = 8.0  # --lost-limit
+ENDED = LIMIT + 30  # seconds, on a busy machine, after which nobody may be left
+STEPS = 10
+SMALL = (
+    f"steps={STEPS}", "evaluation.enabled=false", "rollout.max_new_tokens=8", "model.random.layers=1",
+    "checkpoint.every=1",
+)  # fmt: skip
+
+
+@pytest.fixture
+def hosts(capsys):
+    """Makes hosts with a network to cut. Where there can be none it says so, and they are stopped instead."""
+    if not (missing := why_no_namespaces()):
+        return Namespaces
+    with capsys.disabled():
+        print(f"\nNO NETWORK NAMESPACES HERE ({missing}): hosts are stopped where they would be cut off", flush=True)
+    return Stopped
+
+
+def started(hosts, folder, commands):
+    """A process for each host; what it says goes to FOLDER/said_I."""
+    environ = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+    }
+    processes = []
+    for i, command in enumerate(commands):
+        with open(folder / f"said_{i}", "w") as said:
+            options = {"stdout": said, "stderr": subprocess.STDOUT, "env": environ, "cwd": ROOT}
+            processes.append(hosts.start(i, [sys.executable, *command], **options))
+    return processes
+
+
+def ends(processes, within):
+    """Seconds from now after which each process had ended, None for one that has not, and nothing stays behind."""
+    since, seconds = time.monotonic(), dict.fromkeys(range(len(processes)))
+    while time.monotonic() - since < within and None in seconds.values():
+        for i, process in enumerate(processes):
+            if seconds[i] is None and process.poll() is not None:
+                seconds[i] = time.monotonic() - since
+        time.sleep(0.05)
+    return seconds
+
+
+def wait_for(paths, processes, within=300):
+    since = time.monotonic()
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() - since < within
+        assert all(process.poll() is None for process in processes), "ended before it was held"
+        time.sleep(0.02)
+
+
+def job(folder, addresses, moment="none", entry=0, *more):
+    """The command of each process of a run of the tiny recipe in FOLDER/run, held at a moment."""
+    at, count = f"{addresses[0]}:{PORT}", len(addresses)
+    words = ["configs/tiny/grpo.yaml", f"run_dir={folder / 'run'}", f"mesh.fsdp={count}", *SMALL, *more]
+    words += ["--lost-limit", str(LIMIT), "--coordinator", at, "--processes-total", str(count), "--process-id"]
+    return [["tests/held_host.py", str(folder), moment, str(entry), *words, str(i)] for i in range(count)]
+
+
+def strike(hosts, fault):
+    kind, *which = fault
+    {"cut": hosts.cut, "lose": hosts.lose, "kill": hosts.kill}[kind](*which)
+
+
+def heal(hosts, fault):
+    kind, *which = fault
+    {"cut": hosts.mend, "lose": hosts.find, "kill": lambda host: None}[kind](*which)
+
+
+def run_struck(hosts, folder, moment, entry, fault, *more):
+    """Start the job, strike it at the moment, and heal when all have ended; what each said, and codes, and seconds."""
+    for mark in (*folder.glob("held_*"), *folder.glob("go")):
+        mark.unlink()
+    processes = started(hosts, folder, job(folder, hosts.addresses, moment, entry, *more))
+    wait_for([folder / f"held_{i}" for i in range(len(processes))], processes)
+    strike(hosts, fault)
+    (folder / "go").touch()
+    seconds = ends(processes, ENDED)
+    heal(hosts, fault)
+    said = [(folder / f"said_{i}").read_text() for i in range(len(processes))]
+    return said, [process.poll() for process in processes], seconds
+
+
+def run_whole(hosts, folder):
+    processes = started(hosts, folder, job(folder, hosts.addresses))
+    assert None not in ends(processes, 300).values()
+    said = [(folder / f"said_{i}").read_text() for i in range(len(processes))]
+    assert [process.poll() for process in processes] == [0] * len(processes), said
+    return said
+
+
+def check_same(ours, theirs):
+    """The same numbers and samples, bit for bit, of every step."""
+    a, b = (read_metrics(folder / "run" / "metrics.jsonl") for folder in (ours, theirs))
+    assert [record["step"] for record in a] == list(range(1, STEPS + 1))
+    assert [whole_runs.numbers(record) for record in a] == [whole_runs.numbers(record) for record in b]
+    for step in range(1, STEPS + 1):
+        assert whole_runs.rollouts(ours / "run", step) == whole_runs.rollouts(theirs / "run", step)
+
+
+FAULTS = [  # moment, which of its entries since the start, what happens then
+    ("joining", 1, ("cut", 1)),
+    ("meeting", 1, ("cut", 1)),
+    ("gen", 2, ("cut", 1)),
+    ("update_actor", 2, ("cut", 1)),
+    ("save_checkpoint", 2, ("cut", 0)),
+    ("update_actor", 2, ("lose", 1, 0)),
+    ("gen", 2, ("lose", 0, 1)),
+    ("update_actor", 2, ("kill", 1)),
+    ("save_checkpoint", 2, ("kill", 0)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_whose_network_fails_again_and_again_is_the_run_that_had_none(hosts, tmp_path):
+    straight, struck = tmp_path / "straight", tmp_path / "struck"
+    straight.mkdir()
+    struck.mkdir()
+    with hosts(2) as both:
+        for moment, entry, fault in FAULTS:
+            killed = fault[1] if fault[0] == "kill" else None
+            limit = ("watchdog_minutes=0.2",) if hosts is Stopped else ()
+            said, codes, seconds = run_struck(both, struck, moment, entry, fault, *limit)
+            print(moment, fault, codes, seconds, said[0][-300:], said[1][-300:], sep="\n", flush=True)
+            for i in range(2):
+                if i == killed:
+                    assert codes[i] == -signal.SIGKILL
+                    continue
+                assert codes[i] == LOST, said[i]
+                gone = "is gone: it was killed" if killed is not None else f"has not answered for {LIMIT:g} s"
+                assert f"lost: process {1 - i} of 2 {gone}" in said[i]
+                doing = "start" if moment in ("joining", "meeting") else moment
+                assert f"this process was in {doing} for " in said[i]
+                assert seconds[i] < (5 if killed is not None else LIMIT + 10)
+        said = run_whole(both, struck)
+        assert "resuming after step" in said[0]
+        run_whole(both, straight)
+    check_same(struck, straight)
+
+
+@pytest.mark.slow
+def test_of_three_hosts_the_one_that_is_cut_off_is_named_by_both_others(hosts, tmp_path):
+    with hosts(3) as three:
+        said, codes, seconds = run_struck(three, tmp_path, "update_actor", 1, ("cut", 2), "data.prompts_per_step=6")
+        assert codes == [LOST] * 3, said
+        assert "lost: process 2 of 3 has not answered for 8 s; this process was in update_actor" in said[0]
+        assert "lost: process 2 of 3 has not answered for 8 s; this process was in update_actor" in said[1]
+        assert "lost: process 0 of 3 has not answered" in said[2]
+        assert max(seconds.values()) < LIMIT + 10
+
+
+TALK = """
+import sys, time
+from launch.lines import Lines
+from launch.rollcall import Place, answer
+
+address, i, n, folder, code = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:]
+place = Place(address, i, n)
+with Lines(place, answer(place, 60.0), 6.0, lambda: f"phase {i} for 1 s") as lines:
+    open(f"{folder}/held_{i}", "w").close()
+    while code != [str(i)]:
+        time.sleep(0.05)
+    lines.leave(3)
+    sys.exit(3)
+"""
+
+
+def talking(hosts, folder, fault):
+    """Three processes that only hold their lines, struck when all are there."""
+    at = f"{hosts.addresses[0]}:{PORT}"
+    processes = started(hosts, folder, [["-c", TALK, at, str(i), "3", str(folder)] for i in range(3)])
+    wait_for([folder / f"held_{i}" for i in range(3)], processes)
+    strike(hosts, fault)
+    return processes
+
+
+def check_last_words(folder, said):
+    for i, text in said.items():
+        last = (folder / f"said_{i}").read_text()
+        assert f"lost: process {text}" in last
+        assert f"this process was in phase {i} for 1 s" in last
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (("cut", 2), {0: "2 of 3 has not", 1: "2 of 3 has not", 2: "0 of 3 has not answered for 6 s"}),
+        (("lose", 1, 0), {0: "1 of 3 has not", 1: "0 of 3 has not", 2: "1 of 3 has not"}),
+    ],
+    ids=["cut", "one way"],
+)
+def test_a_host_out_of_reach_is_named_by_all(hosts, tmp_path, fault, said):
+    with hosts(3) as three:
+        processes = talking(three, tmp_path, fault)
+        seconds = ends(processes, 9 if hosts is Stopped else 30)
+    if hosts is Stopped:  # whose kernel still answers: a program that hangs is the watchdog's business
+        assert set(seconds.values()) == {None}
+        return
+    assert [process.poll() for process in processes] == [LOST] * 3
+    assert 4 < max(seconds.values()) < 10
+    check_last_words(tmp_path, said)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_host_is_named_by_all_at_once(hosts, tmp_path, killed):
+    with hosts(3) as three:
+        processes = talking(three, tmp_path, ("kill", killed))
+        seconds = ends(processes, 30)
+    assert [process.poll() for process in processes] == [-signal.SIGKILL if i == killed else LOST for i in range(3)]
+    assert max(seconds.values()) < 4
+    check_last_words(tmp_path, {i: f"{killed} of 3 is gone: it was killed" for i in range(3) if i != killed})
+
+
+def test_who_fails_takes_leave_and_the_others_end_after_it(tmp_path):
+    at = f"127.0.0.1:{free_port()}"
+    with Stopped(2) as both:
+        processes = started(both, tmp_path, [["-c", TALK, at, str(i), "2", str(tmp_path), "1"] for i in range(2)])
+        seconds = ends(processes, 30)
+    assert [process.poll() for process in processes] == [LOST, 3]
+    assert 9 < seconds[0] - seconds[1] < 14
+    check_last_words(tmp_path, {0: "1 of 2 failed, with exit code 3"})
