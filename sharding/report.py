@@ -26,6 +26,8 @@ INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.
 CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 TRIPS = re.compile(r'known_trip_count"?:\s*\{"n":\s*"(\d+)"')
+KERNEL = re.compile(r'custom_call_target="([^"]*)"')
+OWN_KERNEL = re.compile(r'custom_call_target=.*op_name="[^"]*?(\w+)\)*/pallas_call"')
 BELOW = re.compile(r"%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
 
 
@@ -141,8 +143,8 @@ class Program:
         return sorted(found.values(), key=lambda c: -c.sent)
 
     def kernels(self) -> dict[str, int]:
-        """Custom calls by target: how many instructions of each."""
-        named = (re.search(r'custom_call_target="([^"]*)"', i.rest) for i, _ in self.instructions())
+        """Custom calls by target, kernels written in Pallas by their own name: how many instructions of each."""
+        named = (OWN_KERNEL.search(i.rest) or KERNEL.search(i.rest) for i, _ in self.instructions())
         return dict(collections.Counter(found[1] for found in named if found).most_common())
 
 
@@ -154,7 +156,7 @@ def memory_of(compiled: Any) -> Memory:
 
 def count_flops(jaxpr: Any, trips: Sequence[int] = ()) -> float:
     """Floating-point operations of the matrix products of a traced program on all devices together, two for each
-    multiply-add; `trips` as for `Program`. Branches count as the dearest of them."""
+    multiply-add; `trips` as for `Program`. Branches count as the dearest of them, kernels as they say of themselves."""
     return _flops(jaxpr, iter(trips))
 
 
@@ -172,6 +174,8 @@ def _equation_flops(equation: Any, trips: Iterator[int]) -> float:
     if name.startswith("ragged_dot"):
         rows, inner = equation.invars[0].aval.shape[-2:]
         return 2.0 * rows * inner * equation.invars[1].aval.shape[-1]
+    if name == "pallas_call":
+        return float(params["cost_estimate"].flops) if params["cost_estimate"] else 0.0
     if name == "scan":
         return params["length"] * _flops(params["jaxpr"], trips)
     if name == "while":
