@@ -60,7 +60,9 @@ def test_an_instruction_counts_as_often_as_its_loops_run_and_its_groups_have_axe
         Collective("all-gather", ("fsdp",), 1, 512, 384.0),
     ]
     assert program.kernels() == {"fused_attention": 1}
-    named = TEXT.replace('"fused_attention"', '"some.compiler", metadata={op_name="jit(f)/transpose(jvp(own))/pallas_call"}')
+    named = TEXT.replace(
+        '"fused_attention"', '"some.compiler", metadata={op_name="jit(f)/transpose(jvp(own))/pallas_call"}'
+    )
     assert Program(named).kernels() == {"own": 1}
     assert Program(TEXT, trips=[0]).collectives(mesh)[0].kind == "all-gather"
 
