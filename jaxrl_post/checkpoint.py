@@ -23,6 +23,8 @@ from sharding.processes import from_first
 Tree = Any
 ITEMS = ("arrays", "host")
 SHOWN = 8
+# Replicas share the writing of an array by slices, each a program to compile: 64 for a tiny model on 8 devices.
+SHARED_BYTES = 2**22  # of an array, from which on that is worth it
 log = logging.getLogger(__name__)
 
 
@@ -59,7 +61,7 @@ class Checkpointer:
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(preservation_policy=self._kept),
-            item_handlers={"arrays": ocp.PyTreeCheckpointHandler(), "host": ocp.JsonCheckpointHandler()},
+            item_handlers={"arrays": _arrays_handler(), "host": ocp.JsonCheckpointHandler()},
         )
 
     def save(self, step: int, arrays: Tree, host: dict[str, Any], keep: int | None = None) -> None:
@@ -183,6 +185,12 @@ class Checkpointer:
         steps = sorted(self._steps())
         if step not in steps:
             raise ValueError(f"step={step}: no complete checkpoint in {self._folder}, which holds {steps}")
+
+
+def _arrays_handler() -> ocp.PyTreeCheckpointHandler:
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SHARED_BYTES)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
 def _reason(error: Exception) -> str:

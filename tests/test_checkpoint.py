@@ -13,7 +13,9 @@ import optax
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from jaxrl_post import checkpoint
 from jaxrl_post.checkpoint import Checkpointer
+from jaxrl_post.observe.compiles import CompileCounter
 from sharding import TRAIN, make_mesh, place, tree_shardings
 
 HOST = {"step": 7, "data": {"epoch": 1, "order": [3, 1, 2]}, "lr": 1e-6, "note": "π", "none": None}
@@ -59,7 +61,11 @@ def checkpointer(tmp_path):
     checkpointer.close()
 
 
-def test_a_train_state_comes_back_bit_for_bit_with_its_host_state(checkpointer):
+@pytest.mark.parametrize("shared", [checkpoint.SHARED_BYTES, 0])
+def test_a_train_state_comes_back_bit_for_bit_with_its_host_state(tmp_path, monkeypatch, shared):
+    """Also where replicas share the writing of arrays."""
+    monkeypatch.setattr(checkpoint, "SHARED_BYTES", shared)
+    checkpointer = Checkpointer(tmp_path, keep_last=2)
     state = train_state(0, {"data": 2, "fsdp": 2, "tensor": 2})
     checkpointer.save(3, state, HOST)
     checkpointer.wait()
@@ -67,6 +73,15 @@ def test_a_train_state_comes_back_bit_for_bit_with_its_host_state(checkpointer):
     assert_same_bits(got, state)
     assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, state)
     assert host == checkpointer.restore_host(3) == HOST
+    checkpointer.close()
+
+
+def test_saving_small_arrays_compiles_nothing(checkpointer):
+    state = jax.block_until_ready(train_state(0, {"data": 8}))
+    with CompileCounter() as compiles:
+        checkpointer.save(1, state, HOST)
+        checkpointer.wait()
+    assert compiles.collect()["compile/count"] == 0
 
 
 def test_latest_is_the_newest_step_on_disk_and_old_ones_go(checkpointer, tmp_path):
