@@ -142,6 +142,9 @@ class Rollout(SamplingKeys):
     """Tokens of a prompt that one prefill runs through the model; a longer prompt takes several."""
     lockstep: bool = False
     """All data replicas run the same number of decode steps, for backends where each cannot go at its own pace."""
+    attention: Literal["auto", "xla", "triton"] = "auto"
+    """Of a decode step: XLA's products, or a kernel for NVIDIA GPUs that reads each sequence's own columns of the
+    cache, which XLA would copy at every step; `auto`: the kernel on GPUs. On a CPU `triton` is interpreted, slowly."""
     partial: PartialRollout | None = None
     """Let a rollout stop early and its unfinished samples go on in the next step; null samples all of them in full."""
 

@@ -174,6 +174,7 @@ def sample(
     prompts: Sequence[Prompt],
     step: int,
     attempt: int = 0,
+        attention=options.attention,
     partial: Partial | None = None,
 ) -> Rollout:
     """G completions of every prompt, drawn with the noise of this step and attempt, or as `partial` says."""
@@ -202,3 +203,4 @@ def grade(job: Job, prompts: Sequence[Prompt], rollout: Rollout) -> tuple[list[s
     texts = split_work(rollout.completions, lambda part: [text_of(c, job.tokenizer, whole) for c in part])
     rows = zip(rollout.completions, texts, strict=True)
     return texts, job.reward([Response(prompts[c.prompt], text, c.ids) for c, text in rows])
+        attention=options.attention,

@@ -21,7 +21,9 @@ from jaxrl_post.models.huggingface import open_checked
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.rewards.model import Setting
 from jaxrl_post.rewards.reward import Reward, build_reward
+from jaxrl_post.rollout.schedule import decode_attention
 from jaxrl_post.rollout.sampler import check_stops_early
+from sharding.mesh import platform
 from jaxrl_post.types import Prompt
 from sharding.rules import ROLLOUT
 
@@ -80,6 +82,7 @@ def build(config: Config) -> Job:
     held_out = held_out[: config.evaluation.max_prompts]
     network = build_network(config, folder, tokenizer)
     if config.rollout.partial:
+    decode_attention(config.rollout.attention, network.model, platform(network.mesh))  # refuse a kernel there is not
         check_stops_early(network.model, network.mesh)
     network.shardings(ROLLOUT)  # refuse sizes that do not divide before anything is loaded
     lengths = {

@@ -200,10 +200,8 @@ def attend_cache(
     step: Step, cache: Cache, i: jax.Array | None, q_S1HN: jax.Array, k_S1KN: jax.Array, v_S1KN: jax.Array
 ) -> tuple[jax.Array, Cache]:
     """Attention of every slot's token to its prompt and to the response so far; writes the token's column first."""
-    S, written = len(q_S1HN), len(step.masks) - 1
-    new, old = laid_out(k_S1KN, v_S1KN, i), cache.responses[written]
-    chunk = KeysValues(_write(old.k, new.k, i, step.column, key_axis(i)), _write(old.v, new.v, i, step.column, axis=2))
-    cache = cache._replace(responses=(*cache.responses[:written], chunk, *cache.responses[written + 1 :]))
+    S = len(q_S1HN)
+    cache = write_column(cache, i, step.column, k_S1KN, v_S1KN, chunk=len(step.masks) - 1)
     of_prompts = cache.prompts
     prompts = (
         first_of(of_prompts, i, of_prompts.v.shape[-4], of_prompts.columns)
@@ -216,6 +214,15 @@ def attend_cache(
     masks = (step.prompt_mask_SW, *step.masks)
     parts = [(x.k, x.v, mask_SC[:, None, None]) for x, mask_SC in zip((prompts, *responses), masks, strict=True)]
     return attend_heads(q_S1HN, parts, key_axis(i)), cache
+
+
+def write_column(
+    cache: Cache, i: jax.Array | None, column: jax.Array, k_S1KN: jax.Array, v_S1KN: jax.Array, chunk: int = 0
+) -> Cache:
+    """The first slots' token written at a column of a chunk, in every one of them."""
+    new, old, chunks = laid_out(k_S1KN, v_S1KN, i), cache.responses[chunk], cache.responses
+    written = KeysValues(_write(old.k, new.k, i, column, key_axis(i)), _write(old.v, new.v, i, column, axis=2))
+    return cache._replace(responses=(*chunks[:chunk], written, *chunks[chunk + 1 :]))
 
 
 def _write(x: jax.Array, new: jax.Array, i: jax.Array | None, column: jax.Array, axis: int) -> jax.Array:

@@ -31,7 +31,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxrl_post.models.decoder import Decoder, Params
 from jaxrl_post.models.moe import EXPERT, record_dtype
 from jaxrl_post.rollout import cache as caches
-from jaxrl_post.rollout import partial
+from jaxrl_post.rollout import decode_kernel, partial
 from jaxrl_post.rollout.cache import Caches
 from jaxrl_post.rollout.logits import History, extend, no_history, shaped, stopped
 from jaxrl_post.rollout.records import Requests, Samples, keep_choices, keep_prompt_choices, no_samples, record
@@ -283,11 +283,8 @@ class Engine:
         shape, requests, slots = self.shape, self.requests, state.slots
         active_S, known_S = self._active(state), jnp.minimum(slots.request, self.N - 1)
         length_S = requests.lengths[known_S // shape.group]
-        in_order = self.together and len(slots.row) == self.N
-        row_S = None if in_order else slots.row
-        step = caches.decode_step(state.cache, end, state.clock, row_S, length_S, slots.sampled)
         position_S1 = (length_S + slots.sampled - 1)[:, None]
-        attention = functools.partial(caches.attend_cache, step)
+        attention = self._attention(state, end, active_S, length_S)
         x_S1D, cache, choices_LS1k = self.decoder.routed_through(
             self.weights, slots.token[:, None], position_S1, state.cache, attention
         )
@@ -329,6 +326,18 @@ class Engine:
         logits_XV: jax.Array,
         request_X: jax.Array,
         count_X: jax.Array,
+    def _attention(self, state: State, end: int, active_S: jax.Array, length_S: jax.Array) -> Callable[..., Any]:
+        """Of a decode step that reads the response columns before `end`, as `Decoder.through` takes it."""
+        slots, shape = state.slots, self.shape
+        if shape.attention != "xla":
+            column = state.clock % shape.max_new
+            seen = decode_kernel.Seen(slots.row, jnp.where(active_S, length_S, 0), slots.sampled, column)
+            return functools.partial(decode_kernel.attend, seen, shape.attention == "interpreted")
+        in_order = self.together and len(slots.row) == self.N
+        row_S = None if in_order else slots.row
+        step = caches.decode_step(state.cache, end, state.clock, row_S, length_S, slots.sampled)
+        return functools.partial(caches.attend_cache, step)
+
         history: History,
         live_X: jax.Array,
     ) -> tuple[Samples, Draw, History, jax.Array]:

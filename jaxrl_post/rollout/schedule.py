@@ -11,11 +11,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.rollout import decode_kernel
 from jaxrl_post.rollout.decoding import Decoding
 from jaxrl_post.rollout.logits import history_bytes
 from jaxrl_post.rollout.partial import Of
@@ -26,6 +28,7 @@ PREFILL_TOKENS = 16_384  # prompt positions of one prefill, where whole groups a
 SHORTEST_TIER, FEWEST_SLOTS = 8, 32
 CACHE_SHARE = 0.25  # of a device's memory
 PACKING = 1.5  # packing unrolled layers into half of the slots holds both caches
+Backend = Literal["auto", "xla", "triton"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,7 @@ class SampleOptions(Decoding):
     prefill_columns: int = PIECE
     lockstep: bool = False
     routing: bool = False
+    attention: Backend = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +57,7 @@ class EngineShape:
     drain: falling numbers of slots, from `slots`, into which the last sequences are packed; each joins two tiers.
     prompt_rows: prompts in the cache at once; all of them where every request has a slot.
     unrolled: layers one by one in the program, not a scan over them.
+    attention: of a decode step: by XLA, by the kernel for NVIDIA GPUs, or by that one interpreted, where there is none.
     lockstep: all replicas run the same number of steps.
     features, top_logprobs: what the draw does beyond the plain one; likeliest tokens recorded with each sampled one.
     partial: the rollout stops when enough samples, or groups, have finished; None: when all have.
@@ -71,6 +76,7 @@ class EngineShape:
     unrolled: bool
     lockstep: bool
     features: Features
+    attention: Literal["xla", "triton", "interpreted"] = "xla"
     top_logprobs: int = 0
     partial: Of | None = None
     routing: bool = False
@@ -90,7 +96,7 @@ class EngineShape:
         ends = ", ".join(str(sum(self.chunks[: i + 1])) for i in range(len(self.chunks)))
         return (
             f"{drained} slots, {self.refill} filled at once, prompts in pieces of {self.piece} columns, responses read "
-            f"up to column {ends}{', in lockstep' if self.lockstep else ''}"
+            f"up to column {ends}{', in lockstep' if self.lockstep else ''}, attention by {self.attention}"
         )
 
     @property
@@ -117,15 +123,20 @@ def engine_shape(
     """The plan for `prompts` prompts a replica whose cache may take `memory` bytes, on `cpu`, `gpu` or `tpu`.
 
     On a CPU layers are unrolled: a product would copy its slice of a stack. On a TPU slots are not packed: its compiler
-    would copy the whole cache into another layout, and back, around each packing.
+    would copy the whole cache into another layout, and back, around each packing. On a GPU a kernel reads each slot's
+    columns as they lie, so there are no tiers.
+
+    Raises: ValueError for a kernel that the platform or the model does not have.
     """
+    attention = decode_attention(options.attention, model, platform)
     group, requests = options.samples_per_prompt, prompts * options.samples_per_prompt
     piece = min(width, options.prefill_columns)
     features = Features.of(sampling)
     slots = min(options.slots or _slots_that_fit(memory, options, width, model, platform, features), requests)
     refill = min(options.refill or _refill(slots, group, requests, piece), requests)
     together = slots == requests
-    tiered = together and partial is None  # the tokens of samples that go on lie in the last columns
+    # The tokens of samples that go on lie in the last columns; a kernel reads the columns it needs.
+    tiered = together and partial is None and attention == "xla"
     return EngineShape(
         slots=slots,
         refill=refill,
@@ -136,13 +147,24 @@ def engine_shape(
         chunks=tiers(options.max_new_tokens) if tiered else (options.max_new_tokens,),
         drain=(slots,) if platform == "tpu" else halvings(slots),
         prompt_rows=prompts if together else min(slots, -(-requests // refill) * max(1, refill // group)),
-        unrolled=platform == "cpu",
+        unrolled=platform == "cpu" and attention == "xla",
         lockstep=options.lockstep,
         features=features,
+        attention=attention,
         top_logprobs=options.top_logprobs,
         partial=partial,
         routing=options.routing,
     )
+
+
+def decode_attention(asked: Backend, model: ModelConfig, platform: str) -> Literal["xla", "triton", "interpreted"]:
+    """Raises: ValueError for `triton` where it cannot be."""
+    unfit = f"there is no such kernel for a {platform}" if platform == "tpu" else decode_kernel.unfit(model)
+    if asked == "triton" and unfit:
+        raise ValueError(f"rollout.attention=triton: {unfit}; allowed here: auto, xla")
+    if asked == "xla" or unfit or (asked == "auto" and platform != "gpu"):
+        return "xla"
+    return "triton" if platform == "gpu" else "interpreted"
 
 
 def cache_memory(tensor_shards: int, device_memory: float | None = None) -> float:
