@@ -90,6 +90,12 @@ def _attended(seen: Seen, layer_1: jax.Array, q_SKXN: jax.Array, cache: Cache, i
 
     (responses,) = cache.responses
     stacks = (*cache.prompts, *responses)
+    seen_pairs = S * K * X * (cache.prompts.columns + responses.columns // 2)  # in the middle of a rollout to the limit
+    cost = pl.CostEstimate(
+        flops=4 * seen_pairs * N,
+        transcendentals=seen_pairs,
+        bytes_accessed=2 * seen_pairs // X * N * q_SKXN.dtype.itemsize,
+    )
     out = pl.pallas_call(
         _kernel,
         grid=(S, K),
@@ -98,6 +104,7 @@ def _attended(seen: Seen, layer_1: jax.Array, q_SKXN: jax.Array, cache: Cache, i
         out_shape=jax.ShapeDtypeStruct(q_SKXN.shape, q_SKXN.dtype),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
+        cost_estimate=cost,
         name="decode_attention",
     )(layer_1, seen.column[None], seen.row, seen.length, seen.sampled, q_SKXN, *stacks)
     return out[:, :, :X]

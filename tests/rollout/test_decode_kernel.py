@@ -12,6 +12,7 @@ from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.rollout import cache as caches
 from jaxrl_post.rollout import decode_kernel
 from jaxrl_post.rollout.schedule import decode_attention
+from sharding.report import count_flops
 
 WIDTH, SLOTS = 70, 5
 LAYER = 1
@@ -59,6 +60,12 @@ def test_the_kernel_sees_what_the_masks_show(columns, clock, sampled):
     (expected, written), (found, kept) = (attend(*arguments) for attend in attends())
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, kept, written)
+
+
+def test_a_plan_counts_two_products_with_all_prompt_and_half_the_response_columns():
+    cache, row, length, q, k, v = case(20, 0)
+    step = functools.partial(attends()[1], cache, jnp.int32(3), row, length, length)
+    assert count_flops(jax.make_jaxpr(step)(q, k, v).jaxpr) == 2 * 2 * SLOTS * 6 * 16 * (WIDTH + 20 // 2)
 
 
 def test_a_slot_that_runs_nothing_gets_zeros():
