@@ -1,11 +1,12 @@
-"""Hosts on one machine, to cut apart: each a network namespace behind a switch, or, where those cannot be had, a name
-for processes that are stopped instead of cut off."""
+"""Hosts on one machine: each a network namespace behind a switch, to cut apart, or a name for processes to stop."""
 
 import os
 import shutil
 import signal
 import subprocess
 import sys
+
+from launch.supervisor import free_port
 
 NOBODY = "02:00:00:00:00:99"  # an address on the switch that no host has
 
@@ -30,7 +31,7 @@ class Namespaces:
     def __init__(self, count):
         self._names = [f"jaxrl{os.getpid()}h{i}" for i in range(count)]
         self._switch = f"jaxrl{os.getpid()}s"
-        self.addresses = [f"10.77.0.{i + 1}" for i in range(count)]
+        self.addresses, self.port = [f"10.77.0.{i + 1}" for i in range(count)], 8476
 
     def __enter__(self):
         ip("netns", "add", self._switch)
@@ -76,10 +77,10 @@ class Namespaces:
 
 
 class Stopped:
-    """The same without namespaces: a host that is cut off is stopped, which its peers cannot tell from a hang."""
+    """`count` hosts that share this machine's network: one to be cut off is stopped, which looks like a hang."""
 
     def __init__(self, count):
-        self.addresses = ["127.0.0.1"] * count
+        self.addresses, self.port = ["127.0.0.1"] * count, free_port()
         self._started = {}
 
     def __enter__(self):
