@@ -24,6 +24,7 @@ from jaxrl_post.models.decoder import Params
 from jaxrl_post.observe.progress import Phases
 from jaxrl_post.training.distillation_loss import taught_forward
 from jaxrl_post.training.log_ratios import mean_ratio, reference_point
+from jaxrl_post.training.balance import seqlen_metrics
 from jaxrl_post.training.offline_packing import (
     ExampleShape,
     Weights,
@@ -173,6 +174,7 @@ class OfflineLearner:
 
         KTO's reference point is that of all the examples together; BCO's shift is the one training has come to.
         """
+            **seqlen_metrics([report.undealt], [report.dealt]),
         constant: Any = self._teachers.params or np.float32(self._shift["mean"])
         if isinstance(self._algorithm, KTO):
             others = list(self._parts(mismatched(examples, self._job.config.data.max_tokens), phases))

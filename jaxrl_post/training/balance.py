@@ -33,6 +33,16 @@ def in_order(tokens: Sequence[int], shards: int) -> tuple[int, ...]:
     return tuple(int(share.sum()) for share in np.array_split(np.asarray(tokens, np.int64), shards))
 
 
+def rank_tokens(
+    first: Sequence[int], tokens: Sequence[int], placed: Sequence[tuple[int, int]], rows: int, shards: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tokens of each data rank, rows in the order of their `first` sample and as `places` put them."""
+    dealt = [0] * shards
+    for (_, row), count in zip(placed, tokens, strict=True):
+        dealt[row // (rows // shards)] += count
+    return in_order([tokens[row] for row in np.argsort(first)], shards), tuple(dealt)
+
+
 def seqlen_metrics(undealt: Sequence[Sequence[int]], dealt: Sequence[Sequence[int]]) -> dict[str, float]:
     """verl's `global_seqlen/*` over a step's updates: of the tokens of each rank, rows as they come and as dealt."""
     before, after = np.sum(undealt, axis=0), np.sum(dealt, axis=0)

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_post.objectives.reductions import token_weights
-from jaxrl_post.training.balance import places
+from jaxrl_post.training.balance import places, rank_tokens
 from jaxrl_post.training.packing import (
     POSITION_FIELDS,
     ROW_MULTIPLE,
@@ -120,7 +120,11 @@ def pack_examples(
     positions = n_micro * shape.rows.rows * shape.rows.length
     occupancy = np.count_nonzero(batch.rows.segments) / positions
     targets = sum(example.targets for example in examples)
-    return batch, n_micro, PackReport(len(examples) * shape.answers, 0, len(rows), targets, occupancy)
+    tokens = [sum(examples[i].size for i in row) for _, row in rows]
+    ranks = rank_tokens(
+        [min(row) for _, row in rows], tokens, [at for at, _ in rows], shape.rows.rows, shape.rows.batch_shards
+    )
+    return batch, n_micro, PackReport(len(examples) * shape.answers, 0, len(rows), targets, occupancy, *ranks)
 
 
 def unpack_targets(x_ABM: np.ndarray, examples: Sequence[Example], shape: ExampleShape) -> list[np.ndarray]:

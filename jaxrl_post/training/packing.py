@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl_post.objectives.reductions import token_weights
-from jaxrl_post.training.balance import in_order, places
+from jaxrl_post.training.balance import places, rank_tokens
 from jaxrl_post.types import TrainBatch, Trajectory
 
 ROW_MULTIPLE = 32
@@ -142,7 +142,8 @@ def pack(
     n_micro = math.ceil(len(rows) / shape.rows)
     positions = max(n_micro * shape.rows * shape.length, 1)
     occupancy = np.count_nonzero(batch.segments) / positions
-    left_out, ranks = len(trajectories) - len(kept), _rank_tokens(rows, tokens, placed, shape)
+    first = [min(i for block in row for i in block.members) for row in rows]
+    left_out, ranks = len(trajectories) - len(kept), rank_tokens(first, tokens, placed, shape.rows, shape.batch_shards)
     return batch, n_micro, PackReport(len(kept), left_out, len(rows), sum(targets), occupancy, *ranks)
 
 
@@ -168,17 +169,6 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
         bins[best].append(i)
         room[best] -= sizes[i]
     return bins
-
-
-def _rank_tokens(
-    rows: Sequence[Sequence[Block]], tokens: Sequence[int], placed: Sequence[tuple[int, int]], shape: PackShape
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokens of each data rank, rows in the order of their first trajectories and as they are placed."""
-    first = [min(i for block in row for i in block.members) for row in rows]
-    dealt = [0] * shape.batch_shards
-    for (_, b), count in zip(placed, tokens, strict=True):
-        dealt[b // (shape.rows // shape.batch_shards)] += count
-    return in_order([tokens[r] for r in np.argsort(first)], shape.batch_shards), tuple(dealt)
 
 
 def _row_length(max_prompt: int, max_new_tokens: int, group: int, budget: int, attention_length: float) -> int:

@@ -166,6 +166,15 @@ def test_shapes_hold_any_draw_of_examples():
         assert int((batch.examples.weight > 0).sum()) == 6
 
 
+def test_ranks_get_the_tokens_that_the_report_tells_of():
+    shape = example_shape([e.size for e in PAIRS], 2, examples_per_step=len(PAIRS), tokens_per_microbatch=96,
+                          row_length=96, batch_shards=2)  # fmt: skip
+    batch, n_micro, report = pack_examples(PAIRS, shape)
+    live = np.count_nonzero(batch.rows.segments, axis=-1).reshape(n_micro, 2, -1)
+    assert report.dealt == tuple(live.sum((0, 2)).tolist())
+    assert sum(report.undealt) == sum(report.dealt) == sum(e.size for e in PAIRS)
+
+
 def test_an_example_longer_than_a_row_names_the_keys():
     with pytest.raises(ValueError, match=r"takes 50 positions.*tokens_per_microbatch=32.*data\.max_tokens"):
         example_shape([50, 3], 2, examples_per_step=2, tokens_per_microbatch=32)
