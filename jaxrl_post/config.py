@@ -19,7 +19,7 @@ from jaxrl_post.config_model import Model as Model
 from jaxrl_post.config_model import RandomModel as RandomModel
 from jaxrl_post.config_optimizer import Optimizer
 from jaxrl_post.config_ppo import PPO
-from jaxrl_post.config_rewards import LastNumberReward, Reward, single_rewards
+from jaxrl_post.config_rewards import ForeignCode, LastNumberReward, Reward, single_rewards
 from jaxrl_post.config_sampling import SamplingKeys
 
 AxisSize = Annotated[int, Field(ge=-1)]
@@ -237,6 +237,11 @@ class Config(Section):
                 raise ValueError(
                     f"{section}.kind=reasoning_gym scores rows of data.task.kind=reasoning_gym, not "
                     f"{self.data.task.kind}"
+                )
+            if isinstance(reward, ForeignCode) and reward.early is True and self.rollout.partial:
+                raise ValueError(
+                    f"{section}.early=true grades samples of whole rollouts, and rollout.partial ends them early: set "
+                    f"{section}.early=auto, or rollout.partial=null"
                 )
             if reward.kind == "model" and reward.run_dir == self.run_dir:
                 raise ValueError(

@@ -38,6 +38,16 @@ class ForeignCode(Section):
     """Seconds that grading one sample may take; its worker is then killed and replaced."""
     failure_score: float | None = 0.0
     """What a sample gets that could not be graded; null ends the run instead."""
+    early: Literal["auto"] | bool = "auto"
+    """Grade samples while others are still sampled: the rollout runs as several programs, and what each has finished is
+    graded meanwhile. Scores are the same. `auto` does so where accelerators sample and the workers have the host for
+    themselves; not on CPUs, with `rollout.partial` or for a function `per` step."""
+
+    @model_validator(mode="after")
+    def _can_be_early(self) -> ForeignCode:
+        if self.early is True and self.workers == 0:
+            raise ValueError("early=true grades in worker processes, and workers=0 has none: raise workers")
+        return self
 
 
 class ReasoningGymReward(ForeignCode):
@@ -59,6 +69,12 @@ class FunctionReward(ForeignCode):
     per: Part = "sample"
     """What one call grades, in lists of that length: a sample, a prompt's group, for functions that compare samples,
     or all of a step. Limit and failures are those of a call; its limit is `timeout` for each sample in it."""
+
+    @model_validator(mode="after")
+    def _parts_are_early(self) -> FunctionReward:
+        if self.early is True and self.per == "step":
+            raise ValueError("early=true cannot be with per=step, which waits for all samples: set per=group")
+        return self
 
 
 class CodeReward(ForeignCode):

@@ -210,9 +210,9 @@ from jaxrl_post.rewards.call import Call
 from jaxrl_post.rewards.pool import Pool
 from jaxrl_post.rewards.worker import Target
 pool = Pool("r", Target("hostile_grader:score", {}), 2, 1000.0)
-[[one]] = pool([Call(["q"], ["pid"], [{}])])
+[[one]] = [outcome.result() for outcome in pool.submit([Call(["q"], ["pid"], [{}])])]
 print(int(one.score), flush=True)
-pool([Call(["q"], [text], [{}]) for text in ("native call", "child")])
+[outcome.result() for outcome in pool.submit([Call(["q"], [text], [{}]) for text in ("native call", "child")])]
 """
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxrl_post.config import Config
 from jaxrl_post.data.tokenizer import Tokenizer
+from jaxrl_post.rollout.parts import Finished
 from jaxrl_post.types import Completion
 
 UNREADABLE = "\ufffd"
@@ -40,7 +41,7 @@ def bad_word_ids(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[in
     return tuple(dict.fromkeys(spelt))
 
 
-def text_of(completion: Completion, tokenizer: Tokenizer, with_stop_string: bool) -> str:
+def text_of(completion: Completion | Finished, tokenizer: Tokenizer, with_stop_string: bool) -> str:
     """The completion's text without special tokens; up to the stop string, or with it."""
     text, string = tokenizer.decode(completion.ids), completion.stop_string
     if string is None:

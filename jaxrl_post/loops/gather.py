@@ -6,7 +6,8 @@ P prompts a step, G samples each, N = P·G.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from jaxrl_post.config_algorithms import FilterGroups
 from jaxrl_post.data.prompts import PromptStream
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.loops.decoding import decoding, greedy_decoding, text_of
+from jaxrl_post.loops.early import Early
 from jaxrl_post.loops.flights import Flights
 from jaxrl_post.loops.groups import Group, Samples, assembled, group_from_json, group_to_json, ungraded
 from jaxrl_post.loops.job import Job
@@ -24,6 +26,7 @@ from jaxrl_post.models.decoder import Params
 from jaxrl_post.observe.progress import Phases
 from jaxrl_post.rewards.reward import Scores
 from jaxrl_post.rollout.partial import Partial
+from jaxrl_post.rollout.parts import Finished
 from jaxrl_post.rollout.sampler import Rollout, SampleOptions, Sampler
 from jaxrl_post.types import Prompt, Response
 from sharding.mesh import batch_shards
@@ -31,6 +34,7 @@ from sharding.processes import split_work
 
 log = logging.getLogger(__name__)
 
+NOTHING_BEGUN: Mapping[int, Response] = MappingProxyType({})
 SEED_STRIDE = 0x9E3779B9  # golden ratio of 2**32: seeds of a step's further attempts lie far apart
 
 
@@ -105,18 +109,26 @@ class Gather:
 
     def _draw(self, params: Params, step: int, attempt: int, phases: Phases) -> Samples:
         with phases("gen"):
-            prompts, rollout = self._rollout(params, step, attempt)
+            prompts, rollout, begun = self._rollout(params, step, attempt, phases)
         with phases("reward"):
-            texts, scores = grade(self._job, prompts, rollout)
+            texts, scores = grade(self._job, prompts, rollout, begun)
         return Samples(prompts, rollout, texts, scores, np.ones(len(prompts), bool))
 
-    def _rollout(self, params: Params, step: int, attempt: int) -> tuple[list[Prompt], Rollout]:
-        """Whole groups."""
-        if self._flights is None:
-            prompts = self._stream.next()
-            return prompts, sample(self._job, self._sampler, params, prompts, step, attempt)
-        prompts, partial = self._flights.board(self._stream, draw_seed(self._job, attempt), step)
-        return self._flights.land(sample(self._job, self._sampler, params, prompts, step, attempt, partial))
+    def _rollout(
+        self, params: Params, step: int, attempt: int, phases: Phases
+    ) -> tuple[list[Prompt], Rollout, dict[int, Response]]:
+        """Whole groups, and the responses that graders have been given on the way, by number."""
+        job, sampler = self._job, self._sampler
+        if self._flights:
+            prompts, partial = self._flights.board(self._stream, draw_seed(job, attempt), step)
+            return *self._flights.land(sample(job, sampler, params, prompts, step, attempt, partial)), {}
+        prompts = self._stream.next()
+        if not job.reward.early:
+            return prompts, sample(job, sampler, params, prompts, step, attempt), {}
+        early = Early(job, prompts)
+        rollout = sample(job, sampler, params, prompts, step, attempt, hear=early.hear)
+        phases.beside("reward_early", early.seconds())
+        return prompts, rollout, early.responses
 
     def _sorted(self, kept: list[Group], dropped: list[Group], drawn: Samples) -> tuple[list[Group], list[Group]]:
         """Both lists with the drawn groups at the end of the one they belong to."""
@@ -162,6 +174,7 @@ def sample_options(config: Config, tokenizer: Tokenizer) -> SampleOptions:
         refill=options.refill,
         prefill_columns=options.prefill_columns,
         lockstep=options.lockstep,
+        attention=options.attention,
         routing=config.model.moe.routing_replay,
         **decoding(config, tokenizer),
     )
@@ -174,14 +187,16 @@ def sample(
     prompts: Sequence[Prompt],
     step: int,
     attempt: int = 0,
-        attention=options.attention,
     partial: Partial | None = None,
+    hear: Callable[[Sequence[Finished]], None] | None = None,
 ) -> Rollout:
-    """G completions of every prompt, drawn with the noise of this step and attempt, or as `partial` says."""
+    """G completions of every prompt, drawn with the noise of this step and attempt, or as `partial` says; `hear` as
+    `Sampler.generate`."""
     asked = sample_options(job.config, job.tokenizer)
     ids = [prompt.ids for prompt in prompts]
     seed = draw_seed(job, attempt)
-    return sampler.generate(params, ids, asked, seed=seed, step=step, width=job.prompt_width, partial=partial)
+    width = job.prompt_width
+    return sampler.generate(params, ids, asked, seed=seed, step=step, width=width, partial=partial, hear=hear)
 
 
 def sample_greedily(job: Job, sampler: Sampler, params: Params, prompts: Sequence[Prompt]) -> Rollout:
@@ -191,16 +206,19 @@ def sample_greedily(job: Job, sampler: Sampler, params: Params, prompts: Sequenc
         max_new_tokens=options.max_new_tokens,
         prefill_columns=options.prefill_columns,
         lockstep=options.lockstep,
+        attention=options.attention,
         **greedy_decoding(job.config, job.tokenizer),
     )
     ids = [prompt.ids for prompt in prompts]
     return sampler.generate(params, ids, greedy, seed=job.config.seed, step=0, width=job.prompt_width)
 
 
-def grade(job: Job, prompts: Sequence[Prompt], rollout: Rollout) -> tuple[list[str], Scores]:
-    """The completions as text, and their scores."""
-    whole = job.config.rollout.include_stop_str_in_output
-    texts = split_work(rollout.completions, lambda part: [text_of(c, job.tokenizer, whole) for c in part])
-    rows = zip(rollout.completions, texts, strict=True)
-    return texts, job.reward([Response(prompts[c.prompt], text, c.ids) for c, text in rows])
-        attention=options.attention,
+def grade(
+    job: Job, prompts: Sequence[Prompt], rollout: Rollout, begun: Mapping[int, Response] = NOTHING_BEGUN
+) -> tuple[list[str], Scores]:
+    """The completions as text, and their scores; `begun` are the responses that graders know already, by number."""
+    whole, completions = job.config.rollout.include_stop_str_in_output, rollout.completions
+    read = lambda i: begun[i].text if i in begun else text_of(completions[i], job.tokenizer, whole)
+    texts = split_work(range(len(completions)), lambda part: [read(i) for i in part])
+    fresh = lambda i: Response(prompts[completions[i].prompt], texts[i], completions[i].ids)
+    return texts, job.reward([begun.get(i) or fresh(i) for i in range(len(completions))])

@@ -16,15 +16,14 @@ from jaxrl_post.data.tasks import load_task
 from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_post.loops.network import Network, build_network, check_ids, check_positions
 from jaxrl_post.loops.teachers import Teacher, build_teachers
-from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.huggingface import open_checked
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.rewards.model import Setting
 from jaxrl_post.rewards.reward import Reward, build_reward
-from jaxrl_post.rollout.schedule import decode_attention
 from jaxrl_post.rollout.sampler import check_stops_early
-from sharding.mesh import platform
+from jaxrl_post.rollout.schedule import decode_attention
 from jaxrl_post.types import Prompt
+from sharding.mesh import platform
 from sharding.rules import ROLLOUT
 
 log = logging.getLogger(__name__)
@@ -82,15 +81,15 @@ def build(config: Config) -> Job:
     held_out = held_out[: config.evaluation.max_prompts]
     network = build_network(config, folder, tokenizer)
     if config.rollout.partial:
-    decode_attention(config.rollout.attention, network.model, platform(network.mesh))  # refuse a kernel there is not
         check_stops_early(network.model, network.mesh)
+    decode_attention(config.rollout.attention, network.model, platform(network.mesh))  # refuse a kernel there is not
     network.shardings(ROLLOUT)  # refuse sizes that do not divide before anything is loaded
     lengths = {
         "data.max_prompt_tokens": config.data.max_prompt_tokens,
         "rollout.max_new_tokens": config.rollout.max_new_tokens,
     }
     check_positions(network, lengths)
-    reward = build_reward(config.reward, _setting(config, tokenizer, network.model, (*train_prompts, *held_out)))
+    reward = build_reward(config.reward, _setting(config, tokenizer, network, (*train_prompts, *held_out)))
     reward.check_rows([prompt.row for prompt in (*train_prompts, *held_out)])
     teachers = build_teachers(taught, network, config.seed, tokenizer)
     job = Job(config, network, tokenizer, reward, train_prompts, held_out, task.name, teachers)
@@ -102,13 +101,14 @@ def build(config: Config) -> Job:
     return job
 
 
-def _setting(config: Config, tokenizer: Tokenizer, model: ModelConfig, prompts: Sequence[Prompt]) -> Setting:
+def _setting(config: Config, tokenizer: Tokenizer, network: Network, prompts: Sequence[Prompt]) -> Setting:
     return Setting(
         mesh=config.mesh,
         tokenizer=tokenizer,
-        vocab_size=model.vocab_size,
+        vocab_size=network.model.vocab_size,
         max_tokens=max(len(prompt.ids) for prompt in prompts) + config.rollout.max_new_tokens,
         samples=config.data.prompts_per_step * config.rollout.samples_per_prompt,
+        early=platform(network.mesh) != "cpu" and config.rollout.partial is None,
     )
 
 

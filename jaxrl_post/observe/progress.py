@@ -58,6 +58,10 @@ class Phases:
             self._entered(around)
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def beside(self, name: str, seconds: float) -> None:
+        """So long something else went on during the phases."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
     @property
     def broken(self) -> str:
         """The innermost phase that an exception has ended; empty for none."""

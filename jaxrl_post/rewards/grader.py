@@ -11,10 +11,11 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl_post.config_rewards import Part
 from jaxrl_post.rewards.call import Call, Graded, RewardError, Run, graded
 from jaxrl_post.rewards.function import describe
 from jaxrl_post.types import Response
@@ -22,6 +23,7 @@ from sharding.processes import split_work
 
 log = logging.getLogger(__name__)
 Score = Callable[[Sequence[Response]], Sequence[Graded]]
+Begin = Callable[[Sequence[Sequence[Response | None]]], None]
 CheckRow = Callable[[dict[str, Any]], object]
 
 
@@ -33,9 +35,18 @@ def nothing_open() -> None:
     """Of graders that hold no process."""
 
 
+class Early(NamedTuple):
+    """Of graders that take a step's samples as they come: `begin` as `ahead.Ahead.begin`, and the `seconds` in which
+    any was being graded."""
+
+    begin: Begin
+    seconds: Callable[[], float]
+
+
 @dataclasses.dataclass(frozen=True)
 class Grader:
     """`score` grades a batch; `check_row` raises ValueError for a row it could not grade; `close` ends its processes.
+    With `early` the grading of a batch may begin before all of it is there.
 
     A sample that it fails at gets `failure_score` and is counted in `faults`, by kind; None makes that an error.
     Where it `may_abstain` a score of None says that it has nothing to say of a response. One that is `on_mesh`, a
@@ -49,6 +60,7 @@ class Grader:
     on_mesh: bool = False
     failure_score: float | None = None
     close: Callable[[], object] = nothing_open
+    early: Early | None = None
     faults: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def __call__(self, responses: Sequence[Response]) -> np.ndarray:
@@ -103,17 +115,23 @@ class Grader:
                 raise ValueError(f"reward {self.name}: row {number} ({question!r}) {error}") from error
 
 
-def by_calls(run: Run, per: Literal["sample", "group", "step"]) -> Score:
+def by_calls(run: Run, per: Part) -> Score:
     """A function of (prompts, completions, rows), all text, as a grader's score; `run` calls it with parts of a step.
 
     A fault is that of the whole part.
     """
+    return lambda responses: list(itertools.chain(*run([call_of(part) for part in parts_of(responses, per)])))
 
-    def score(responses: Sequence[Response]) -> list[Graded]:
-        parts = {"sample": [[one] for one in responses], "group": _grouped(responses), "step": [list(responses)]}[per]
-        return list(itertools.chain(*run([_call(part) for part in parts])))
 
-    return score
+def parts_of(responses: Sequence[Response], per: Part) -> list[list[Response]]:
+    """What each call grades."""
+    match per:
+        case "sample":
+            return [[one] for one in responses]
+        case "group":
+            return _grouped(responses)
+        case "step":
+            return [list(responses)]
 
 
 def one_by_one(grade: Callable[[str, dict[str, Any]], float]) -> Score:
@@ -137,7 +155,7 @@ def _one(grade: Callable[[str, dict[str, Any]], float], response: Response) -> G
         return Graded(None, "error", f"raised {describe(error)}")
 
 
-def _call(responses: Sequence[Response]) -> Call:
+def call_of(responses: Sequence[Response]) -> Call:
     prompts = [response.prompt for response in responses]
     return Call([p.text for p in prompts], [r.text for r in responses], [p.row for p in prompts])
 

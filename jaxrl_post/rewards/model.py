@@ -35,7 +35,8 @@ class Setting:
     """What a grader that is a model must know of the run it grades for.
 
     `vocab_size` is that of the policy's embedding, whose ids may all be sampled; `max_tokens` bounds prompt and
-    response together; `samples` is the number of responses usually graded at once.
+    response together; `samples` is the number of responses usually graded at once; `early` is what a reward's
+    `early: auto` means.
     """
 
     mesh: Mesh
@@ -43,6 +44,7 @@ class Setting:
     vocab_size: int
     max_tokens: int
     samples: int
+    early: bool = False
 
 
 def open_score(reward: ModelReward, setting: Setting, section: str) -> Callable[[Sequence[Response]], np.ndarray]:

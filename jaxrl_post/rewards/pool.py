@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -13,16 +14,17 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from multiprocessing import Pipe
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl_post import child_process
 from jaxrl_post.rewards.call import Call, Graded, RewardError, failed
 from jaxrl_post.rewards.worker import Target
 
 START_SECONDS = 300.0  # for a worker to import a grader's module
-IDLE = -1
 
 
 class Pool:
@@ -33,59 +35,126 @@ class Pool:
 
     def __init__(self, name: str, target: Target, workers: int, timeout: float) -> None:
         """`timeout` is in seconds for each sample of a call."""
-        self._name, self._target, self._most, self._timeout = name, target, workers, timeout
+        self._crew = _Crew(name, target, workers, timeout)
+        self.close = weakref.finalize(self, self._crew.stop)
+
+    def submit(self, calls: Sequence[Call]) -> list[Future[list[Graded]]]:
+        """What will come of each call, begun in this order: `timeout` for one beyond its limit, `crash` where a worker
+        died of it. A result raises RewardError when a worker cannot load the grader, CancelledError after `stop`."""
+        return self._crew.submit(calls)
+
+    def stop(self) -> None:
+        """End the workers and forget the calls that wait; a later one starts workers anew."""
+        self._crew.stop()
+
+    @property
+    def seconds(self) -> float:
+        """How long workers have been grading, whether one or all of them."""
+        return self._crew.seconds
+
+
+class _Task(NamedTuple):
+    call: Call
+    outcome: Future[list[Graded]]
+
+
+class _Crew:
+    """The workers and what waits for them. A thread serves them for as long as there is a call to be graded."""
+
+    def __init__(self, name: str, target: Target, most: int, timeout: float) -> None:
+        self._name, self._target, self._most, self._timeout = name, target, most, timeout
+        self._lock = threading.RLock()  # of all below; a garbage collection may call `stop` anywhere
         self._workers: list[_Worker] = []
-        self._lock = threading.Lock()
-        self.close = weakref.finalize(self, _end_all, self._workers)
+        self._waiting: deque[_Task] = deque()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._ear, self._bell = Pipe(duplex=False)
+        self._seconds, self._since, self._grading = 0.0, 0.0, False
 
-    def __call__(self, calls: Sequence[Call]) -> list[list[Graded]]:
-        """What comes of each call, in order: `timeout` for one beyond its limit, `crash` where a worker died of it.
-
-        Raises: RewardError when a worker cannot load the grader.
-        """
+    def submit(self, calls: Sequence[Call]) -> list[Future[list[Graded]]]:
+        tasks = [_Task(call, Future()) for call in calls]
+        for task in tasks:
+            if not task.call.completions:
+                task.outcome.set_result([])
         with self._lock:
-            outcomes: list[list[Graded]] = [[] for _ in calls]
-            waiting = deque(i for i, call in enumerate(calls) if call.completions)
-            try:
-                while waiting or any(worker.at != IDLE for worker in self._workers if worker.ready):
-                    self._hand_out(calls, waiting)
-                    self._collect(calls, outcomes)
-            except BaseException:
-                _end_all(self._workers)  # nobody waits for what they are at
-                raise
-            return outcomes
+            self._waiting.extend(task for task in tasks if task.call.completions)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=f"reward {self._name}", daemon=True)
+                self._thread.start()
+            else:
+                self._bell.send_bytes(b"")
+        return [task.outcome for task in tasks]
 
-    def _hand_out(self, calls: Sequence[Call], waiting: deque[int]) -> None:
-        idle = [worker for worker in self._workers if worker.ready and worker.at == IDLE]
+    def stop(self) -> None:
+        with self._lock:
+            thread, self._stopping = self._thread, True
+            if thread is None:
+                self._end()
+                return
+            self._bell.send_bytes(b"")
+        if thread is not threading.current_thread():
+            thread.join()
+
+    @property
+    def seconds(self) -> float:
+        with self._lock:
+            self._count()
+            return self._seconds
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                if not self._prepared():
+                    self._thread = None
+                    return
+                watched = [worker for worker in self._workers if worker.task or not worker.ready]
+                left = min(worker.deadline for worker in watched) - time.monotonic()
+            spoken = wait([self._ear, *(worker.connection for worker in watched)], max(left, 0.0))
+            with self._lock:
+                while self._ear.poll():
+                    self._ear.recv_bytes()
+                if self._stopping:
+                    continue
+                self._or_end(functools.partial(self._collect, watched, spoken))
+
+    def _prepared(self) -> bool:
+        """Whether there is something to wait for, after all that can be begun has been."""
+        if self._stopping:
+            self._end()
+        self._or_end(self._hand_out)
+        self._count()
+        return any(worker.task or not worker.ready for worker in self._workers)
+
+    def _hand_out(self) -> None:
+        idle = [worker for worker in self._workers if worker.ready and worker.task is None]
         for worker in idle:
             if worker.process.poll() is not None:  # it ended between two calls
                 self._dismiss(worker)
-        busy = sum(worker.ready and worker.at != IDLE for worker in self._workers)
-        while len(self._workers) < min(self._most, busy + len(waiting)):
+        busy = sum(worker.task is not None for worker in self._workers)
+        while len(self._workers) < min(self._most, busy + len(self._waiting)):
             self._workers.append(_Worker(self._target))
         for worker in self._workers:
-            if waiting and worker.ready and worker.at == IDLE:
-                i = waiting.popleft()
-                worker.grade(i, calls[i], self._timeout * len(calls[i].completions))
+            if self._waiting and worker.ready and worker.task is None:
+                task = self._waiting.popleft()
+                worker.grade(task, self._timeout * len(task.call.completions))
 
-    def _collect(self, calls: Sequence[Call], outcomes: list[list[Graded]]) -> None:
-        """Wait until a worker has something to say or has had its time."""
-        watched = [worker for worker in self._workers if worker.at != IDLE or not worker.ready]
-        left = min(worker.deadline for worker in watched) - time.monotonic()
-        spoken = wait([worker.connection for worker in watched], max(left, 0.0))
+    def _collect(self, watched: Sequence[_Worker], spoken: Sequence[Any]) -> None:
+        """What workers have said, and the end of those that have had their time."""
         for worker in watched:
             late = worker.connection not in spoken
             if late and time.monotonic() < worker.deadline:
                 continue
             said = None if late else worker.receive()
-            if not worker.ready:
+            if worker.task is None:
                 self._begin(worker, said, late)
-            elif said is not None:
-                outcomes[worker.at], worker.at = [Graded(*one) for one in said], IDLE
+                continue
+            task, worker.task = worker.task, None
+            if said is not None:
+                task.outcome.set_result([Graded(*one) for one in said])
             else:
                 code = self._dismiss(worker)
-                call = calls[worker.at]
-                outcomes[worker.at] = (
+                call = task.call
+                task.outcome.set_result(
                     failed(call, "timeout", self._late(call)) if late else failed(call, "crash", _ended(code))
                 )
 
@@ -105,20 +174,46 @@ class Pool:
         self._workers.remove(worker)
         return worker.end()
 
+    def _or_end(self, work: Callable[[], None]) -> None:
+        """Whatever goes wrong is for those who wait for the calls."""
+        try:
+            work()
+        except Exception as error:
+            self._end(error)
+
+    def _end(self, error: Exception | None = None) -> None:
+        """Of all workers and calls, which fail with the error or are cancelled."""
+        tasks = [worker.task for worker in self._workers if worker.task] + list(self._waiting)
+        self._waiting.clear()
+        while self._workers:
+            self._workers.pop().end()
+        for task in tasks:
+            if error is None:
+                task.outcome.cancel()
+            else:
+                task.outcome.set_exception(error)
+        self._stopping = False
+
+    def _count(self) -> None:
+        now = time.monotonic()
+        self._seconds += (now - self._since) * self._grading
+        self._since, self._grading = now, any(worker.task for worker in self._workers)
+
 
 class _Worker:
-    """A process and the call it is `at`. It leads a process group of its own, which ends with it."""
+    """A process and the task it is at. It leads a process group of its own, which ends with it."""
 
     def __init__(self, target: Target) -> None:
         read, self._lifeline = os.pipe()
         self.process, self.connection = child_process.start("jaxrl_post.rewards.worker", _environment(), read)
         os.close(read)
-        self.at, self.ready, self.deadline = IDLE, False, time.monotonic() + START_SECONDS
+        self.task: _Task | None = None
+        self.ready, self.deadline = False, time.monotonic() + START_SECONDS
         self._send(tuple(target))
 
-    def grade(self, i: int, call: Call, seconds: float) -> None:
-        self.at, self.deadline = i, time.monotonic() + seconds
-        self._send(call)
+    def grade(self, task: _Task, seconds: float) -> None:
+        self.task, self.deadline = task, time.monotonic() + seconds
+        self._send(task.call)
 
     def receive(self) -> Any:
         """Its next message, None when it has died instead."""
@@ -151,11 +246,6 @@ class _Worker:
 def _environment() -> dict[str, str]:
     """Of the run, with its import path; JAX, where a grader uses it, leaves the run's accelerators alone."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-
-
-def _end_all(workers: list[_Worker]) -> None:
-    while workers:
-        workers.pop().end()
 
 
 def _ended(code: int) -> str:

@@ -15,9 +15,10 @@ import numpy as np
 
 from jaxrl_post import config_rewards as config
 from jaxrl_post.rewards import code
-from jaxrl_post.rewards.call import RewardError, Run, answer
+from jaxrl_post.rewards.ahead import Ahead
+from jaxrl_post.rewards.call import RewardError, answer
 from jaxrl_post.rewards.function import load_function
-from jaxrl_post.rewards.grader import CheckRow, Grader, accept_row, by_array, by_calls, nothing_open, one_by_one
+from jaxrl_post.rewards.grader import CheckRow, Early, Grader, accept_row, by_array, by_calls, one_by_one
 from jaxrl_post.rewards.gym import check_gym_row
 from jaxrl_post.rewards.match import check_answer, check_integer_answer, exact_match, last_number
 from jaxrl_post.rewards.model import Setting, open_score
@@ -74,6 +75,21 @@ class Reward:
             count.clear()
         return {f"reward/{name}": float(total) for name, total in sums.items()}
 
+    @property
+    def early(self) -> bool:
+        """Whether any grader takes samples while others are still being sampled."""
+        return any(grader.early for grader in self.graders)
+
+    def begin(self, groups: Sequence[Sequence[Response | None]]) -> None:
+        """Let those graders begin, as `ahead.Ahead.begin`."""
+        for grader in self.graders:
+            if grader.early:
+                grader.early.begin(groups)
+
+    def early_seconds(self) -> float:
+        """How long the busiest of them has been grading since the run began."""
+        return max((grader.early.seconds() for grader in self.graders if grader.early), default=0.0)
+
     def close(self) -> None:
         """End the graders' processes."""
         for grader in self.graders:
@@ -107,29 +123,35 @@ def _grader(reward: config.SingleReward, name: str, section: str, setting: Setti
             return Grader(name, one_by_one(exact_match), check_answer)
         case config.ReasoningGymReward():
             target = Target("jaxrl_post.rewards.gym:gym_scores", {"threshold": reward.threshold})
-            return _in_workers(reward, name, target, "sample", check_gym_row)
+            return _in_workers(reward, name, target, "sample", setting, check_gym_row)
         case config.FunctionReward():
             load_function(reward.function, section)
-            return _in_workers(reward, name, Target(reward.function, {}), reward.per)
+            return _in_workers(reward, name, Target(reward.function, {}), reward.per, setting)
         case config.CodeReward():
             options = code.Options(reward.sandbox, reward.tests_key, reward.score, reward.seconds, reward.memory_mb)
             code.open_sandbox(options)
             target = Target("jaxrl_post.rewards.code:code_scores", options._asdict())
             check = functools.partial(code.read_tests, key=reward.tests_key)
-            return _in_workers(reward, name, target, "sample", check)
+            return _in_workers(reward, name, target, "sample", setting, check)
         case config.ModelReward():
             return Grader(name, by_array(open_score(reward, setting, section)), on_mesh=True)
 
 
 def _in_workers(
-    reward: config.ForeignCode, name: str, target: Target, per: config.Part, check_row: CheckRow = accept_row
+    reward: config.ForeignCode,
+    name: str,
+    target: Target,
+    per: config.Part,
+    setting: Setting,
+    check_row: CheckRow = accept_row,
 ) -> Grader:
-    run: Run
     if reward.workers == 0:
         function = target.load()
-        run, close = lambda calls: [answer(function, call) for call in calls], nothing_open
-    else:
-        workers = reward.workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
-        run = pool = Pool(name, target, workers, reward.timeout)
-        close = pool.close
-    return Grader(name, by_calls(run, per), check_row, failure_score=reward.failure_score, close=close)
+        here = by_calls(lambda calls: [answer(function, call) for call in calls], per)
+        return Grader(name, here, check_row, failure_score=reward.failure_score)
+    workers = reward.workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    pool = Pool(name, target, workers, reward.timeout)
+    ahead = Ahead(pool, per)
+    wanted = setting.early if reward.early == "auto" else reward.early
+    early = Early(ahead.begin, lambda: pool.seconds) if wanted and per != "step" else None
+    return Grader(name, ahead, check_row, failure_score=reward.failure_score, close=pool.close, early=early)

@@ -106,9 +106,17 @@ class Engine:
     """One replica's rollout while it is traced: what no step changes, and the steps as functions of `State`."""
 
     def __init__(
-        self, decoder: Decoder, shape: EngineShape, requests: Requests, automaton: Automaton | None, step: jax.Array
+        self,
+        decoder: Decoder,
+        shape: EngineShape,
+        requests: Requests,
+        automaton: Automaton | None,
+        step: jax.Array,
+        until: jax.Array | None = None,
     ):
+        """`until`, of a rollout in several programs: this one ends when so few requests are left unfinished."""
         self.decoder, self.shape, self.requests, self.automaton, self.step = decoder, shape, requests, automaton, step
+        self.until = until
         self.N = requests.ids.shape[0]
         self.together = shape.slots == self.N
         self.weights = decoder.unrolled() if shape.unrolled else decoder.stacked()
@@ -117,15 +125,24 @@ class Engine:
         self.tokens_PW = jnp.pad(requests.tokens, ((0, 0), (0, columns - shape.width)))
 
     def run(self) -> Samples:
-        state = lax.while_loop(self._waiting, self._fill, self._start())
-        for (slots, ends), enough in zip(self.shape.phases, (*self.shape.drain[1:], 0), strict=True):
-            state = self._pack(state, slots)
-            for end in ends:
-                running = functools.partial(self._running, enough, end)
-                state = lax.while_loop(running, functools.partial(self._decode, end), state)
+        state = self.start()
+        for phase in range(len(self.shape.phases)):
+            state = self.advance(phase, state)
         return state.samples
 
-    def _start(self) -> State:
+    def advance(self, phase: int, state: State) -> State:
+        """One phase of the drain, the first after the filling; one that has ended early goes on when called again."""
+        if phase == 0:
+            state = lax.while_loop(self._waiting, self._fill, state)
+        slots, ends = self.shape.phases[phase]
+        enough = (*self.shape.drain[1:], 0)[phase]
+        state = self._pack(state, slots)
+        for end in ends:
+            running = functools.partial(self._running, enough, end)
+            state = lax.while_loop(running, functools.partial(self._decode, end), state)
+        return state
+
+    def start(self) -> State:
         shape, config = self.shape, self.decoder.config
         ints = lambda *size: jnp.zeros(size, jnp.int32)
         return State(
@@ -161,12 +178,18 @@ class Engine:
             return jnp.bool(True)
         return ~partial.enough(begun, shape.partial, shape.group, requests.limits, state.samples.stops)
 
+    def _goes_on(self, state: State) -> jax.Array:
+        """Whether this program is to come to its end, or more than `until` requests are unfinished."""
+        if self.until is None:
+            return jnp.bool(True)
+        return self.N - state.queued + self._active(state).sum() > self.until
+
     def _waiting(self, state: State) -> jax.Array:
-        return self._agreed((state.queued < self.N) & self._open(state))
+        return self._agreed((state.queued < self.N) & self._open(state) & self._goes_on(state))
 
     def _running(self, enough: int, end: int, state: State) -> jax.Array:
         """More than `enough` sequences run, and the clock has not come to the tier's last column."""
-        more = self._agreed((self._active(state).sum() > enough) & self._open(state))
+        more = self._agreed((self._active(state).sum() > enough) & self._open(state) & self._goes_on(state))
         return more if end == self.shape.max_new else more & (state.clock < end)
 
     def _full(self, state: State) -> jax.Array:
@@ -303,6 +326,18 @@ class Engine:
             ),
         )
 
+    def _attention(self, state: State, end: int, active_S: jax.Array, length_S: jax.Array) -> Callable[..., Any]:
+        """Of a decode step that reads the response columns before `end`, as `Decoder.through` takes it."""
+        slots, shape = state.slots, self.shape
+        if shape.attention != "xla":
+            column = state.clock % shape.max_new
+            seen = decode_kernel.Seen(slots.row, jnp.where(active_S, length_S, 0), slots.sampled, column)
+            return functools.partial(decode_kernel.attend, seen, shape.attention == "interpreted")
+        in_order = self.together and len(slots.row) == self.N
+        row_S = None if in_order else slots.row
+        step = caches.decode_step(state.cache, end, state.clock, row_S, length_S, slots.sampled)
+        return functools.partial(caches.attend_cache, step)
+
     def _pack(self, state: State, slots: int) -> State:
         """The running sequences in the first `slots` slots; there are no more of them than that."""
         if slots == len(state.slots.request):
@@ -326,18 +361,6 @@ class Engine:
         logits_XV: jax.Array,
         request_X: jax.Array,
         count_X: jax.Array,
-    def _attention(self, state: State, end: int, active_S: jax.Array, length_S: jax.Array) -> Callable[..., Any]:
-        """Of a decode step that reads the response columns before `end`, as `Decoder.through` takes it."""
-        slots, shape = state.slots, self.shape
-        if shape.attention != "xla":
-            column = state.clock % shape.max_new
-            seen = decode_kernel.Seen(slots.row, jnp.where(active_S, length_S, 0), slots.sampled, column)
-            return functools.partial(decode_kernel.attend, seen, shape.attention == "interpreted")
-        in_order = self.together and len(slots.row) == self.N
-        row_S = None if in_order else slots.row
-        step = caches.decode_step(state.cache, end, state.clock, row_S, length_S, slots.sampled)
-        return functools.partial(caches.attend_cache, step)
-
         history: History,
         live_X: jax.Array,
     ) -> tuple[Samples, Draw, History, jax.Array]:

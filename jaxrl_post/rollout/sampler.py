@@ -22,6 +22,7 @@ from jaxrl_post.models.moe import replica_specs
 from jaxrl_post.rollout.decoding import Decoding, check, check_ids, sampling_arrays
 from jaxrl_post.rollout.engine import make_rollout
 from jaxrl_post.rollout.partial import Partial, with_versions
+from jaxrl_post.rollout.parts import Finished, Hear, Told, finished, make_rollout_in_parts
 from jaxrl_post.rollout.records import Requests, Samples, started
 from jaxrl_post.rollout.schedule import EngineShape, SampleOptions, cache_memory, engine_shape
 from jaxrl_post.rollout.stop_strings import Automaton, bytes_of_all, compile_strings, completed_by_last
@@ -66,7 +67,7 @@ class Sampler:
         self._stop_ids = frozenset(stop_ids)
         self._token_bytes = bytes_of_all(token_bytes, config.vocab_size)
         self._automata: dict[tuple[str, ...], Automaton] = {}
-        self._compiled: dict[EngineShape, Callable[..., Samples]] = {}
+        self._compiled: dict[tuple[EngineShape, bool], Callable[..., Samples]] = {}  # in parts or not
 
     def generate(
         self,
@@ -81,6 +82,7 @@ class Sampler:
         seeds: Sequence[int] | None = None,
         each: Sequence[Decoding] | None = None,
         partial: Partial | None = None,
+        hear: Callable[[Sequence[Finished]], None] | None = None,
     ) -> Rollout:
         """Sample `options.samples_per_prompt` completions of every prompt.
 
@@ -93,6 +95,8 @@ class Sampler:
           seeds: a seed for each request (N of them) instead of `seed`.
           each: how each request is decoded (N of them) instead of what `options` says for all.
           partial: where each request begins, with its own keys, and when the rollout stops; None samples all in full.
+          hear: told from time to time which requests of this process's devices have finished, each once, while others
+            are sampled, by a rollout in parts; of the last ones it is not told. None is a rollout in one program.
 
         Raises: ValueError for an empty prompt, one longer than `width`, more positions than the model has, options out
         of range, stop strings without `token_bytes`, and log-probs that are not finite.
@@ -112,15 +116,19 @@ class Sampler:
             raise ValueError(f"top_logprobs={shape.top_logprobs} of samples that go on are not kept: ask for 0")
         if partial:
             check_stops_early(self._config, self._mesh)
-        if shape not in self._compiled:
-            log.info("rollout of %d prompts a replica: %s", len(lengths) // replicas, shape.describe())
-            self._compiled[shape] = make_rollout(self._graphdef, shape, self._mesh, self._specs)
+        known = (shape, hear is not None)
+        if known not in self._compiled:
+            parts = ", in several programs" if hear else ""
+            log.info("rollout of %d prompts a replica: %s%s", len(lengths) // replicas, shape.describe(), parts)
+            make = make_rollout_in_parts if hear else make_rollout
+            self._compiled[known] = make(self._graphdef, shape, self._mesh, self._specs)
         sharded, whole = self._layouts()
         placed = place(requests, jax.tree.map(lambda _: sharded, requests))
         automaton = self._automata[strings] if strings else None
         automaton, step_array = place((automaton, np.int32(step)), jax.tree.map(lambda _: whole, (automaton, step)))
-        samples = fetch(self._compiled[shape](params, placed, automaton, step_array))
         decoding = each or [options] * (len(prompts) * options.samples_per_prompt)
+        told = (self._teller(decoding, hear),) if hear else ()
+        samples = fetch(self._compiled[known](params, placed, automaton, step_array, *told))
         rollout = self._completions(samples, decoding, options.samples_per_prompt, partial, step)
         if samples.choices is not None:
             rollout = _with_choices(rollout, samples, lengths)
@@ -229,14 +237,13 @@ class Sampler:
         def cut(i: int, options: Decoding) -> Completion:
             n = int(samples.lengths[i])
             ids, reason = samples.tokens[i, :n], StopReason(int(samples.stops[i]) or open_end)
-            by_string = reason is StopReason.STOP and options.stop
             return Completion(
                 i // group,
                 ids,
                 samples.logp[i, :n],
                 samples.raw_logp[i, :n],
                 reason,
-                completed_by_last(options.stop, [self._token_bytes[t] for t in ids]) if by_string else None,
+                self._stop_string(ids, reason, options),
                 *((x[i, :n, : options.top_logprobs]) for x in (samples.top_ids, samples.top_logp) if x is not None),
             )
 
@@ -246,6 +253,22 @@ class Sampler:
             tuple(int(n) for n in samples.decode_steps),
             tuple(int(n) for n in samples.refills),
         )
+
+    def _stop_string(self, ids: np.ndarray, reason: StopReason, options: Decoding) -> str | None:
+        if reason is not StopReason.STOP or not options.stop:
+            return None
+        return completed_by_last(options.stop, [self._token_bytes[t] for t in ids])
+
+    def _teller(self, decoding: Sequence[Decoding], hear: Callable[[Sequence[Finished]], None]) -> Hear:
+        """Tells `hear` what is new in what a part has come to."""
+        known: set[int] = set()
+
+        def tell(told: Told) -> None:
+            new = [(i, ids, stop) for i, ids, stop in finished(told) if i not in known]
+            known.update(i for i, *_ in new)
+            hear([Finished(i, ids, self._stop_string(ids, stop, decoding[i])) for i, ids, stop in new])
+
+        return tell
 
 
 def check_stops_early(config: ModelConfig, mesh: Mesh) -> None:
