@@ -74,8 +74,11 @@ class Lines:
         if "lost" in message:
             self._end(message["lost"])
         if message["left"]:
+            failed = f"{name} failed, with exit code {message['left']}"
+            # At once: when process 0 has ended, JAX may end this one before its time is up.
+            print(f"{failed}; this process is in {self._doing()}", file=sys.stderr, flush=True)
             time.sleep(FAREWELL_SECONDS)
-            self._end(f"{name} failed, with exit code {message['left']}")
+            self._end(failed)
 
     def _end(self, why: str) -> NoReturn:
         if self._place.process == 0:

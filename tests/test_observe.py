@@ -16,6 +16,7 @@ from jaxrl_post.observe.compiles import EVENT, CompileCounter
 from jaxrl_post.observe.metrics import MetricsWriter, read_metrics, rollout_file
 from jaxrl_post.observe.plot import OFFLINE, ONLINE, _draw, plot_curves, series, trailing_mean
 from jaxrl_post.observe.progress import Phases, Progress, clock, step_line
+from jaxrl_post.observe.sizes import size_text
 
 
 def strict(line: str) -> dict:
@@ -280,6 +281,25 @@ def test_curves_need_a_file_with_rewards(tmp_path):
     MetricsWriter(tmp_path).close()
     with pytest.raises(ValueError, match="no step with critic/rewards/mean"):
         plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curve.png", ONLINE)
+
+
+# --- sizes
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (102, "102 B"),
+        (103, "0.10 KiB"),
+        (1536, "1.50 KiB"),
+        (41.5 * 2**20, "41.50 MiB"),
+        (0.9 * 2**30, "0.90 GiB"),
+        (3 * 2**40, "3072.00 GiB"),
+    ],
+)
+def test_bytes_are_told_in_the_largest_unit_of_which_there_is_a_tenth(size, text):
+    assert size_text(size) == text
 
 
 # --- compiles
