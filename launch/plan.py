@@ -16,6 +16,7 @@ from jaxrl_post.loops.offline_planning import plan_offline
 from jaxrl_post.loops.planned import USABLE, Plan, ProgramPlan
 from jaxrl_post.loops.planning import Planner
 from jaxrl_post.models.zoo import resolve
+from jaxrl_post.observe.sizes import size_text
 from sharding.mesh import AXES
 from sharding.targets import Target, open_target, parse_target
 
@@ -76,7 +77,8 @@ def factorizations(devices: int, per_link: int, experts: int = 1) -> Iterator[di
 def describe(one: Plan) -> str:
     """The report of one plan as text."""
     chip, axes = one.target.chip, " × ".join(f"{axis}={size}" for axis, size in one.mesh.items()) or "one device"
-    lines = [f"{one.target.name}: {one.parameters / 1e9:.2f}B parameters on {axes}"]
+    count = f"{one.parameters / 1e9:.2f}B" if one.parameters >= 1e8 else f"{one.parameters / 1e6:.2f}M"
+    lines = [f"{one.target.name}: {count} parameters on {axes}"]
     lines += [f"  a rollout: {one.shape}"] if one.shape else []
     for program in one.programs:
         lines += ["", *_program_lines(program, chip.memory)]
@@ -95,8 +97,8 @@ def _program_lines(program: ProgramPlan, memory: int) -> Iterator[str]:
         return
     yield f"{program.name}{times}, on each device (compiled in {program.compile_seconds:.0f} s)"
     for item in program.items:
-        yield f"  {item.name:36} {item.bytes / GIB:9.2f} GiB"
-    yield f"  {'in all':36} {program.peak / GIB:9.2f} GiB  {program.peak / memory:5.0%}"
+        yield f"  {item.name:36} {size_text(item.bytes):>13}"
+    yield f"  {'in all':36} {size_text(program.peak):>13}  {program.peak / memory:5.0%}"
     yield f"  matrix products {program.flops / 1e12:,.1f} TFLOP, read from memory {program.traffic / 1e9:,.0f} GB"
     for c in program.collectives:
         yield f"  {c.kind} over {'×'.join(c.axes) or 'no axis'}: {c.count:,} times, {c.sent / 1e9:,.2f} GB sent"
@@ -112,7 +114,7 @@ def ranking(plans: Sequence[Plan]) -> str:
     for one in plans:
         axes = " × ".join(f"{axis}={size}" for axis, size in one.mesh.items()) or "one device"
         refused = one.step_seconds is None
-        peak = "no room" if refused else f"{max(program.peak for program in one.programs) / GIB:.1f} GiB"
+        peak = "no room" if refused else size_text(max(program.peak for program in one.programs))
         time = "" if refused else f"{one.step_seconds:.1f} s a step"
         lines.append(f"  {axes:32} {peak:>12}  {'fits' if one.fits else 'does not fit':12}  {time}")
     return "\n".join(lines)
@@ -147,7 +149,7 @@ def advice(one: Plan) -> Iterator[str]:
         elif program.peak > USABLE * one.target.chip.memory:
             for item in sorted(program.items, key=lambda item: -item.bytes)[:3]:
                 if item.name in CHANGES:
-                    yield f"{program.name}, {item.name} ({item.bytes / GIB:.1f} GiB): {CHANGES[item.name]}"
+                    yield f"{program.name}, {item.name} ({size_text(item.bytes)}): {CHANGES[item.name]}"
 
 
 def as_dict(one: Plan) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl_post.config import Config
 from jaxrl_post.config_offline import OfflineConfig
-from jaxrl_post.loops.planned import Plan, ProgramPlan
+from jaxrl_post.loops.planned import Item, Plan, ProgramPlan
 from launch import plan as planning
 from sharding import targets
 
@@ -98,6 +98,14 @@ def test_no_time_is_told_of_a_program_that_found_no_room():
     assert "  update: more devices" in report
     assert "no room" in planning.ranking([one])
     assert planning.as_dict(one)["step_seconds_estimate"] is None
+
+
+def test_a_tiny_model_is_told_in_units_of_its_size():
+    items = (Item("parameters", 400_000), Item("cache", 41 * 2**20), Item("optimizer", 3 * 2**30))
+    one = Plan(targets.parse_target("h200:1x1"), {}, 100_000, "", (ProgramPlan("update", 1, items),))
+    report = [" ".join(line.split()) for line in planning.describe(one).splitlines()]
+    assert report[0] == "h200:1x1: 0.10M parameters on one device"
+    assert {"parameters 0.38 MiB", "cache 41.00 MiB", "optimizer 3.00 GiB", "in all 3.04 GiB 2%"} <= set(report)
 
 
 def test_a_mesh_of_other_size_is_refused_by_what_to_set():
