@@ -35,9 +35,9 @@ class Mesh(Section):
     tensor: AxisSize = 1
     allow_unused_devices: bool = False
     """Accept a mesh smaller than the number of devices."""
-    zero: Literal[2, 3] = 3
+    zero: Literal[1, 2, 3] = 3
     """What `fsdp` cuts: 3 weights, gradients and optimizer; 2 gradients and optimizer, where weights fit whole: they
-    are gathered once an update and not at each layer, and rollouts read them as they lie."""
+    are gathered once an update and not at each layer, and rollouts read them as they lie; 1 the optimizer alone."""
 
     @model_validator(mode="after")
     def _sizes(self) -> Mesh:

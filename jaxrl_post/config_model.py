@@ -81,8 +81,9 @@ class Model(Section):
     """Compute dtype; `auto` is bfloat16 on accelerators and float32 on CPU."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the master weights."""
-    remat: Literal["none", "full", "dots"] = "none"
-    """What the backward pass recomputes: nothing, each whole layer, or everything but matrix products."""
+    remat: Literal["none", "full", "dots", "full_offload", "dots_offload"] = "none"
+    """What the backward pass recomputes: nothing, each whole layer, or everything but matrix products. With `_offload`
+    what is kept for that, layers' inputs or the products, waits in the host's pinned memory."""
     scan_layers: bool | Literal["auto"] = "auto"
     """Whether an update loops over one compiled layer; otherwise layers are compiled in a row, which is faster on CPUs
     and slower to compile. `auto`: a loop, but on CPUs for models of at most 8 layers."""

@@ -21,5 +21,7 @@ class Optimizer(Section):
     b2: float = Field(default=0.999, ge=0.0, lt=1.0)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: NonNegative = 0.0
+    offload: bool = False
+    """Keep the moments in the pinned memory of each device's host between updates; they come to the device for one."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Global norm to clip to; null does not clip."""

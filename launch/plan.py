@@ -99,6 +99,8 @@ def _program_lines(program: ProgramPlan, memory: int) -> Iterator[str]:
     for item in program.items:
         yield f"  {item.name:36} {size_text(item.bytes):>13}"
     yield f"  {'in all':36} {size_text(program.peak):>13}  {program.peak / memory:5.0%}"
+    for item in program.on_host:
+        yield f"  in the host's memory: {item.name:14} {size_text(item.bytes):>13}"
     yield f"  matrix products {program.flops / 1e12:,.1f} TFLOP, read from memory {program.traffic / 1e9:,.0f} GB"
     for c in program.collectives:
         yield f"  {c.kind} over {'×'.join(c.axes) or 'no axis'}: {c.count:,} times, {c.sent / 1e9:,.2f} GB sent"
@@ -123,14 +125,14 @@ def ranking(plans: Sequence[Plan]) -> str:
 CUT_MORE = "more devices, or mesh.fsdp larger in place of mesh.data"
 CHANGES = {
     "parameters": CUT_MORE,
-    "optimizer": CUT_MORE,
+    "optimizer": f"optimizer.offload=true, or {CUT_MORE}",
     "weights in the rollout's layout": "mesh.tensor larger: rollouts cut weights over it alone",
     "cache": "rollout.slots or rollout.max_new_tokens lower, or mesh.tensor larger",
     "sums of gradients": CUT_MORE,
     "reference policy": "algorithm.kl.coef=0 needs none; nor, of methods that train from files, "
     "training.cache_reference=true",
     "policy": CUT_MORE,
-    "policy's optimizer": CUT_MORE,
+    "policy's optimizer": f"optimizer.offload=true, or {CUT_MORE}",
     "critic": "algorithm.critic.decoder=shared",
     "activations and other temporaries": "model.remat=full, training.tokens_per_microbatch or "
     "training.logprob_chunk lower; in a rollout rollout.prefill_columns lower",
@@ -162,7 +164,12 @@ def as_dict(one: Plan) -> dict[str, Any]:
         "fits": one.fits,
         "step_seconds_estimate": one.step_seconds,
         "programs": [
-            dataclasses.asdict(program) | {"peak": program.peak, "items": {i.name: i.bytes for i in program.items}}
+            dataclasses.asdict(program)
+            | {
+                "peak": program.peak,
+                "items": {i.name: i.bytes for i in program.items},
+                "on_host": {i.name: i.bytes for i in program.on_host},
+            }
             for program in one.programs
         ],
         "advice": list(advice(one)),

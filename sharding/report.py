@@ -34,12 +34,13 @@ BELOW = re.compile(r"%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """Bytes on one device: what a program is handed, what it makes, the part of that it writes over what it was handed,
-    and what it needs in between."""
+    and what it needs in between; `host_temporaries` of that in the memory of its host."""
 
     arguments: int
     results: int
     aliased: int
     temporaries: int
+    host_temporaries: int = 0
 
     @property
     def peak(self) -> int:
@@ -151,7 +152,13 @@ class Program:
 def memory_of(compiled: Any) -> Memory:
     """Of what `jax.stages.Lowered.compile` returns."""
     m = compiled.memory_analysis()
-    return Memory(m.argument_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes, m.temp_size_in_bytes)
+    return Memory(
+        m.argument_size_in_bytes,
+        m.output_size_in_bytes,
+        m.alias_size_in_bytes,
+        m.temp_size_in_bytes,
+        m.host_temp_size_in_bytes,
+    )
 
 
 def count_flops(jaxpr: Any, trips: Sequence[int] = ()) -> float:

@@ -67,9 +67,18 @@ TRAIN = Rules(
 # The rollout engine runs every batch shard on its own, so each needs whole weights (up to the tensor axis). Experts
 # stay cut: the replicas along `expert` run their steps together.
 ROLLOUT = dataclasses.replace(TRAIN, embed=())
-# What `mesh.fsdp` cuts, by ZeRO's stages (arXiv:1910.02054): with 2 gradients and moments, and weights are whole as in
-# rollouts; with 3 weights too. Gradients and moments follow TRAIN in both.
-WEIGHTS_BY_ZERO = {2: ROLLOUT, 3: TRAIN}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """The layouts of weights between updates and of gradients in one; an optimizer's moments follow TRAIN."""
+
+    weights: Rules
+    gradients: Rules
+
+
+# What `mesh.fsdp` cuts, by ZeRO's stages (arXiv:1910.02054): moments; gradients too; weights too.
+ZERO = {1: Stage(ROLLOUT, ROLLOUT), 2: Stage(ROLLOUT, TRAIN), 3: Stage(TRAIN, TRAIN)}
 
 
 def partition_spec(axes: LogicalAxes, shape: tuple[int, ...], rules: Rules, mesh: AnyMesh, name: str) -> PartitionSpec:

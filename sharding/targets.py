@@ -22,7 +22,7 @@ class Chip:
     """One device of a kind, by its maker's numbers.
 
     memory: bytes. flops: dense bfloat16, a second. bandwidth: bytes a second from memory. link: bytes a second that a
-    device sends to others of its host or torus; network: to other hosts.
+    device sends to others of its host or torus; network: to other hosts; host: to its own host's memory.
     """
 
     platform: Literal["tpu", "gpu"]
@@ -31,18 +31,20 @@ class Chip:
     bandwidth: float
     link: float
     network: float
+    host: float
 
 
 # TPUs: Google Cloud's system architecture pages (a v5e chip has 16 GB, 197 TFLOP/s and 819 GB/s); link is a ring over
 # one axis of the torus in both directions (a v5e's four ports give 200 GB/s). A tpu7x chip is two devices, and these
-# are the halves. GPUs: NVIDIA's data sheets of the SXM modules; link is NVLink one way, network 400 Gbit/s a GPU.
+# are the halves. GPUs: NVIDIA's data sheets of the SXM modules; link is NVLink one way, network 400 Gbit/s a GPU, host
+# PCIe 5.0 ×16 one way. For TPUs' hosts nothing is published; PCIe 3.0 ×16 is taken for all.
 CHIPS: Mapping[str, Chip] = {
-    "v5e": Chip("tpu", 16 * GIB, 197e12, 819e9, 90e9, 25e9 / 4),
-    "v5p": Chip("tpu", 95 * GIB, 459e12, 2765e9, 180e9, 25e9 / 4),
-    "v6e": Chip("tpu", 32 * GIB, 918e12, 1640e9, 180e9, 25e9 / 4),
-    "tpu7x": Chip("tpu", 96 * GIB, 1153e12, 3690e9, 200e9, 25e9 / 4),
-    "h100": Chip("gpu", 80 * 10**9, 989e12, 3350e9, 450e9, 50e9),
-    "h200": Chip("gpu", 141 * 10**9, 989e12, 4800e9, 450e9, 50e9),
+    "v5e": Chip("tpu", 16 * GIB, 197e12, 819e9, 90e9, 25e9 / 4, 16e9),
+    "v5p": Chip("tpu", 95 * GIB, 459e12, 2765e9, 180e9, 25e9 / 4, 16e9),
+    "v6e": Chip("tpu", 32 * GIB, 918e12, 1640e9, 180e9, 25e9 / 4, 16e9),
+    "tpu7x": Chip("tpu", 96 * GIB, 1153e12, 3690e9, 200e9, 25e9 / 4, 16e9),
+    "h100": Chip("gpu", 80 * 10**9, 989e12, 3350e9, 450e9, 50e9, 64e9),
+    "h200": Chip("gpu", 141 * 10**9, 989e12, 4800e9, 450e9, 50e9, 64e9),
 }
 FORMS = "v5e:4x4, v5p:8x8x16, v6e:16x16, tpu7x:4x4x4 (a TPU and its torus), h100:4x8, h200:2x8 (hosts × GPUs of each)"
 TORUS = {"v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}

@@ -27,7 +27,7 @@ from jaxrl_post.observe.progress import Phases
 from jaxrl_post.training.critic import make_critic_update, make_values, token_values
 from jaxrl_post.training.optimizer import make_optimizer
 from jaxrl_post.training.packing import empty_batch, pack
-from jaxrl_post.training.state import TrainState, init_state, restorable_state, state_shardings
+from jaxrl_post.training.state import TrainState, abstract_gradients, init_state, restorable_state, state_shardings
 from jaxrl_post.training.update import batch_shardings
 from jaxrl_post.types import TrainBatch, Trajectory
 from sharding.placement import Tree, place, placed_shapes, reshard
@@ -65,7 +65,12 @@ class Critic:
         updates = algorithm.epochs * algorithm.mini_batches
         self._optimizer = make_optimizer(algorithm.critic, job.config.steps, updates)
         self._shardings = state_shardings(
-            self._abstract_params, axes, self._optimizer, job.network.mesh, job.network.rules
+            self._abstract_params,
+            axes,
+            self._optimizer,
+            job.network.mesh,
+            job.network.stage,
+            algorithm.critic.offload,
         )
         # A state after the last token takes that token as an input, with one more target to read it at.
         self.shape = update_shape(job, job.config.rollout.max_new_tokens + algorithm.bootstrap_truncated)
@@ -110,6 +115,10 @@ class Critic:
 
     def abstract_state(self) -> TrainState:
         return restorable_state(self._abstract_params, self._optimizer, self._shardings)
+
+    def abstract_gradients(self) -> Params:
+        """Shapes and shardings of what an update adds up."""
+        return abstract_gradients(self._abstract_params, self._shardings)
 
     def traced_update(self) -> Traced:
         """The update from abstract arguments; nothing is allocated on a device."""

@@ -29,7 +29,7 @@ from jaxrl_post.training.loss import policy_loss
 from jaxrl_post.training.optimizer import make_optimizer
 from jaxrl_post.training.packing import PackReport, PackShape, empty_batch, pack, pack_shape
 from jaxrl_post.training.routing import choice_sharding, packed_choices, parts, routed
-from jaxrl_post.training.state import TrainState, init_state, restorable_state, state_shardings
+from jaxrl_post.training.state import TrainState, abstract_gradients, init_state, restorable_state, state_shardings
 from jaxrl_post.training.surrogate import sampler_metrics, weighed_advantage
 from jaxrl_post.training.update import Rows, Score, batch_shardings, make_score, make_update, micro_batch_loss
 from jaxrl_post.types import RoutedBatch, TrainBatch, Trajectory
@@ -50,7 +50,12 @@ class Learner:
         self._job = job
         self._optimizer = make_optimizer(config.optimizer, config.steps, algorithm.epochs * algorithm.mini_batches)
         self._shardings = state_shardings(
-            job.network.abstract_params, job.network.axes, self._optimizer, job.network.mesh, job.network.rules
+            job.network.abstract_params,
+            job.network.axes,
+            self._optimizer,
+            job.network.mesh,
+            job.network.stage,
+            config.optimizer.offload,
         )
         self._lessons = isinstance(algorithm, Distillation)  # teachers' prompts lie in the same rows
         self.shape = update_shape(job, config.rollout.max_new_tokens, self._lessons)
@@ -109,6 +114,10 @@ class Learner:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state: what to restore a checkpoint into."""
         return restorable_state(self._job.network.abstract_params, self._optimizer, self._shardings)
+
+    def abstract_gradients(self) -> Params:
+        """Shapes and shardings of what an update adds up."""
+        return abstract_gradients(self._job.network.abstract_params, self._shardings)
 
     def traced_update(self) -> Traced:
         """The update from abstract arguments; nothing is allocated on a device. Raises: ValueError for a student's."""

@@ -15,14 +15,16 @@ from jax.sharding import Mesh
 from jaxrl_post.config import Config, RandomModel
 from jaxrl_post.config_model import Dtype, Mixture
 from jaxrl_post.config_offline import OfflineConfig
+from jaxrl_post.config_ppo import PPO
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import backends, scalar_head, sequence
 from jaxrl_post.models.config import Experts, ModelConfig
 from jaxrl_post.models.decoder import Decoder, Params, abstract, split
 from jaxrl_post.models.huggingface import load_params, read_config
+from sharding.memory import check_host_memory
 from sharding.mesh import AXES, make_mesh, platform, resolve_sizes
 from sharding.placement import Tree, placed_shapes, reshard, tree_shardings
-from sharding.rules import ROLLOUT, TRAIN, WEIGHTS_BY_ZERO, Rules
+from sharding.rules import ROLLOUT, ZERO, Rules, Stage
 
 SHALLOW = 8  # layers; each that is not scanned takes half a second or so to compile
 
@@ -41,12 +43,12 @@ class Network:
     axes: Tree
     mesh: Mesh
     has_head: bool
-    rules: Rules = TRAIN
-    """The layout of the weights in training."""
+    stage: Stage = ZERO[3]
+    """The layouts of weights and gradients in training."""
 
     def shardings(self, rules: Rules | None = None) -> Tree:
         """Of the parameters, in training unless told. Raises: ValueError for sizes that the mesh does not divide."""
-        return tree_shardings(self.axes, self.abstract_params, rules or self.rules, self.mesh)
+        return tree_shardings(self.axes, self.abstract_params, rules or self.stage.weights, self.mesh)
 
     @property
     def shares_weights(self) -> bool:
@@ -74,12 +76,13 @@ def build_network(
     mesh = mesh_of(config, jax.devices() if devices is None else devices)
     model = _over_columns(model_config(config, folder, tokenizer.vocab_size, platform(mesh)), config, mesh)
     _check_sums(model, mesh)
+    _check_offload(config, mesh)
     graphdef, params, axes = abstract(model)
     has_head = config.algorithm.kind == "reward_model"
     if has_head:
         params = {"decoder": params, "head": scalar_head.abstract_head(model)}
         axes = {"decoder": axes, "head": scalar_head.AXES}
-    network = Network(folder, model, graphdef, params, axes, mesh, has_head, WEIGHTS_BY_ZERO[config.mesh.zero])
+    network = Network(folder, model, graphdef, params, axes, mesh, has_head, ZERO[config.mesh.zero])
     network.shardings()
     return network
 
@@ -135,7 +138,7 @@ def model_config(
         remat=config.model.remat,
         scan_layers=_scans(config.model.scan_layers, shape.layers, platform),
         platform=platform,
-        moe=_experts(shape, config.model.moe, platform),
+        moe=_experts(shape, config.model.moe, platform, whole=ZERO[config.mesh.zero].weights == ROLLOUT),
     )
 
 
@@ -162,7 +165,19 @@ def _check_sums(model: ModelConfig, mesh: Mesh) -> None:
         )
 
 
-def _experts(shape: ModelConfig, options: Mixture, platform: str) -> Experts | None:
+def _check_offload(config: Config | OfflineConfig, mesh: Mesh) -> None:
+    """Raises: ValueError where a setting keeps something in a host's memory that devices do not reach."""
+    remat, sections = config.model.remat, {"optimizer": config.optimizer}
+    if isinstance(config.algorithm, PPO):
+        sections["algorithm.critic"] = config.algorithm.critic
+    if remat.endswith("_offload"):
+        check_host_memory(mesh, f"model.remat={remat}", f"model.remat={remat.removesuffix('_offload')}")
+    for name, section in sections.items():
+        if section.offload:
+            check_host_memory(mesh, f"{name}.offload=true", f"{name}.offload=false")
+
+
+def _experts(shape: ModelConfig, options: Mixture, platform: str, whole: bool) -> Experts | None:
     """The experts of the model with the backend asked for. Raises: ValueError for options of a model without any."""
     if shape.moe is None:
         if asked := options.model_dump(exclude_defaults=True):
@@ -175,7 +190,7 @@ def _experts(shape: ModelConfig, options: Mixture, platform: str) -> Experts | N
     backend = options.backend
     if backend == "auto":
         backend = "ragged" if platform == "tpu" else "blocked"
-    return dataclasses.replace(shape.moe, backend=backend)
+    return dataclasses.replace(shape.moe, backend=backend, whole=whole)
 
 
 def _scans(asked: bool | Literal["auto"], layers: int, platform: str) -> bool:

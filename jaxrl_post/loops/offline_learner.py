@@ -22,9 +22,9 @@ from jaxrl_post.loops.offline_job import OfflineJob
 from jaxrl_post.loops.teachers import NO_TEACHERS, Teachers
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.observe.progress import Phases
+from jaxrl_post.training.balance import seqlen_metrics
 from jaxrl_post.training.distillation_loss import taught_forward
 from jaxrl_post.training.log_ratios import mean_ratio, reference_point
-from jaxrl_post.training.balance import seqlen_metrics
 from jaxrl_post.training.offline_packing import (
     ExampleShape,
     Weights,
@@ -46,7 +46,7 @@ from jaxrl_post.training.offline_update import (
 from jaxrl_post.training.optimizer import make_optimizer
 from jaxrl_post.training.packing import PackReport
 from jaxrl_post.training.preference_loss import needs_reference, needs_shift, offline_loss, reward_scale
-from jaxrl_post.training.state import TrainState, init_state, restorable_state, state_shardings
+from jaxrl_post.training.state import TrainState, abstract_gradients, init_state, restorable_state, state_shardings
 from jaxrl_post.training.teacher_view import example_view, view_shardings
 from jaxrl_post.training.update import row_placement
 from jaxrl_post.types import TaughtBatch
@@ -74,7 +74,12 @@ class OfflineLearner:
         self._job, self._algorithm = job, config.algorithm
         self._optimizer = make_optimizer(config.optimizer, config.steps)
         self._shardings = state_shardings(
-            network.abstract_params, network.axes, self._optimizer, network.mesh, network.rules
+            network.abstract_params,
+            network.axes,
+            self._optimizer,
+            network.mesh,
+            network.stage,
+            config.optimizer.offload,
         )
         self.shape = _shape(job)
         self._batch_shardings: Any = example_shardings(self.shape, network.mesh)
@@ -136,6 +141,10 @@ class OfflineLearner:
         """Shapes, dtypes and shardings of the state: what to restore a checkpoint into."""
         return restorable_state(self._job.network.abstract_params, self._optimizer, self._shardings)
 
+    def abstract_gradients(self) -> Params:
+        """Shapes and shardings of what an update adds up."""
+        return abstract_gradients(self._job.network.abstract_params, self._shardings)
+
     def traced_update(self) -> Traced:
         """The update from abstract arguments; nothing is allocated on a device. Raises: ValueError with teachers."""
         if isinstance(self._algorithm, Taught):
@@ -165,6 +174,7 @@ class OfflineLearner:
             "training/trained_tokens": report.targets,
             "training/row_occupancy": report.occupancy,
             "training/micro_batches": n_micro,
+            **seqlen_metrics([report.undealt], [report.dealt]),
             "perf/total_num_tokens": sum(example.size for example in examples),
         }
 
@@ -174,7 +184,6 @@ class OfflineLearner:
 
         KTO's reference point is that of all the examples together; BCO's shift is the one training has come to.
         """
-            **seqlen_metrics([report.undealt], [report.dealt]),
         constant: Any = self._teachers.params or np.float32(self._shift["mean"])
         if isinstance(self._algorithm, KTO):
             others = list(self._parts(mismatched(examples, self._job.config.data.max_tokens), phases))

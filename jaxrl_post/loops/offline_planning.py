@@ -14,7 +14,15 @@ from jaxrl_post.data.preferences import Report, pair, reader
 from jaxrl_post.loops.network import check_positions
 from jaxrl_post.loops.offline_job import OfflineJob
 from jaxrl_post.loops.offline_learner import OfflineLearner
-from jaxrl_post.loops.planned import Plan, compile_planned, planned_update, stand_in_network, state_bytes, wide_axes
+from jaxrl_post.loops.planned import (
+    Plan,
+    compile_planned,
+    placed_bytes,
+    planned_update,
+    stand_in_network,
+    state_bytes,
+    wide_axes,
+)
 from jaxrl_post.types_offline import Answer, Example
 from sharding.targets import Target
 
@@ -26,7 +34,9 @@ def plan_offline(config: OfflineConfig, target: Target, devices: Sequence[Any]) 
     state, held = learner.abstract_state(), {}
     if learner.needs_reference and not config.training.cache_reference:
         held["reference policy"] = state_bytes(state)["parameters"]
-    update = planned_update("update", 1, learner.traced_update(), state, held, network, learner.shape.rows)
+    on_host = {"optimizer": placed_bytes(state, on_host=True)}
+    traced, gradients = learner.traced_update(), learner.abstract_gradients()
+    update = planned_update("update", 1, traced, state, gradients, held, on_host, network, learner.shape.rows)
     program = compile_planned(update, target, network.mesh)
     return Plan(target, wide_axes(network.mesh), network.model.parameter_count(), "", (program,))
 

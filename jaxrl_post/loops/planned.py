@@ -20,7 +20,8 @@ from jaxrl_post.loops.network import Network, build_network
 from jaxrl_post.loops.out_of_memory import is_out_of_memory
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.training.packing import PackShape
-from jaxrl_post.training.state import TrainState, first_moments
+from jaxrl_post.training.state import TrainState
+from sharding.memory import lies_in_host_memory
 from sharding.placement import Tree, bytes_per_device
 from sharding.report import Collective, Memory, Program, count_flops, memory_of
 from sharding.targets import Target
@@ -38,7 +39,8 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramPlan:
-    """One program on each device: what lies there while it runs, its operations, communication and kernels.
+    """One program on each device: what lies there, and in its host's memory, while it runs, its operations,
+    communication and kernels.
 
     `runs` a step. `seconds` are those of one run at the chip's peaks, communication not overlapped: an estimate.
     `refused` is the compiler's reason where it found no room; nothing but `name` and `runs` is known then.
@@ -47,6 +49,7 @@ class ProgramPlan:
     name: str
     runs: int
     items: tuple[Item, ...] = ()
+    on_host: tuple[Item, ...] = ()
     flops: float = 0.0
     traffic: float = 0.0
     collectives: tuple[Collective, ...] = ()
@@ -88,6 +91,7 @@ class Planned:
     """A program before it is compiled: `runs` a step, `traffic` bytes read from memory, and bytes on a device by name.
 
     `held` lies there beside the program, `made` is the program's own; of that `inside` is one of its temporaries.
+    `on_host` lies in the host's memory, of which a run fetches `fetched` bytes and writes as many back.
     `trips` as for `sharding.report.Program`.
     """
 
@@ -99,6 +103,8 @@ class Planned:
     inside: str
     trips: list[int]
     traffic: float
+    on_host: dict[str, int]
+    fetched: int = 0
 
 
 def planned_update(
@@ -106,7 +112,9 @@ def planned_update(
     runs: int,
     traced: Traced,
     state: TrainState,
+    gradients: Tree,
     held: dict[str, int],
+    on_host: dict[str, int],
     network: Network,
     shape: PackShape,
     reads: Mapping[str, int] = MappingProxyType({}),
@@ -115,10 +123,12 @@ def planned_update(
 
     Weights, gathered, are read three times a micro-batch; state and gradients are read and written once.
     """
-    own = state_bytes(state) | {"sums of gradients": placed_bytes(first_moments(state))}
+    own = state_bytes(state) | {"sums of gradients": placed_bytes(gradients)}
     gathered = placed_bytes(network.rollout_shapes())  # as products read them
     traffic = 3 * shape.micro_batches * gathered + 2 * sum(own.values())
-    return Planned(name, runs, traced, held, {**own, **reads}, "sums of gradients", [shape.micro_batches], traffic)
+    made, fetched = {**own, **reads}, placed_bytes(state, on_host=True)
+    trips = [shape.micro_batches]
+    return Planned(name, runs, traced, held, made, "sums of gradients", trips, traffic, on_host, fetched)
 
 
 def stand_in_network(
@@ -145,9 +155,10 @@ def state_bytes(state: TrainState) -> dict[str, int]:
     return {"parameters": placed_bytes(state.params), "optimizer": placed_bytes(state.opt_state)}
 
 
-def placed_bytes(tree: Tree) -> int:
-    """On a device, of shapes with shardings."""
-    return bytes_per_device(tree, jax.tree.map(lambda x: x.sharding, tree)).per_device
+def placed_bytes(tree: Tree, on_host: bool = False) -> int:
+    """On a device, or in its host's memory, of shapes with shardings."""
+    there = [x for x in jax.tree.leaves(tree) if lies_in_host_memory(x.sharding) == on_host]
+    return bytes_per_device(there, [x.sharding for x in there]).per_device
 
 
 def compile_planned(planned: Planned, target: Target, mesh: Mesh) -> ProgramPlan:
@@ -163,30 +174,35 @@ def compile_planned(planned: Planned, target: Target, mesh: Mesh) -> ProgramPlan
     program = Program(compiled.as_text(), planned.trips)
     collectives = tuple(program.collectives(mesh))
     flops = count_flops(planned.traced.jaxpr, planned.trips) / mesh.size
-    items = planned.held | _shared_out(memory_of(compiled), planned.made, planned.inside)
+    memory = memory_of(compiled)
+    items = planned.held | _shared_out(memory, planned.made, planned.inside)
+    on_host = planned.on_host | {"activations": memory.host_temporaries}
+    moved = planned.fetched + planned.trips[0] * memory.host_temporaries
     return ProgramPlan(
         name=planned.name,
         runs=planned.runs,
-        items=tuple(Item(*pair) for pair in items.items() if pair[1]),
+        items=_items(items),
+        on_host=_items(on_host),
         flops=flops,
         traffic=planned.traffic,
         collectives=collectives,
         kernels=program.kernels(),
-        seconds=roofline(target, mesh, flops, planned.traffic, collectives),
+        seconds=roofline(target, mesh, flops, planned.traffic, collectives, moved),
         compile_seconds=took,
     )
 
 
 def roofline(
-    target: Target, mesh: Any, flops: float, traffic: float, collectives: Sequence[Collective]
+    target: Target, mesh: Any, flops: float, traffic: float, collectives: Sequence[Collective], moved: float = 0.0
 ) -> dict[str, float]:
-    """Seconds at the chip's peaks: of products or of memory, whichever is longer, and of communication after it."""
+    """Seconds at the chip's peaks: of products or of memory, whichever is longer, and after it of communication and of
+    `moved` bytes to the host's memory while as many come back."""
     chip = target.chip
     inner = target.per_link
     talk = sum(c.sent / (chip.link if _span(c.axes, mesh) <= inner else chip.network) for c in collectives)
     work = {"products": flops / chip.flops, "memory": traffic / chip.bandwidth}
     longer = max(work, key=work.__getitem__)
-    return {longer: work[longer], "communication": talk}
+    return {longer: work[longer], "communication": talk} | ({"host": moved / chip.host} if moved else {})
 
 
 def _span(axes: Sequence[str], mesh: Any) -> int:
@@ -194,6 +210,11 @@ def _span(axes: Sequence[str], mesh: Any) -> int:
     names = list(mesh.shape)
     outermost = min((names.index(axis) for axis in axes), default=len(names))
     return math.prod(mesh.shape[name] for name in names[outermost:])
+
+
+def _items(sizes: Mapping[str, int]) -> tuple[Item, ...]:
+    """Those that are not empty."""
+    return tuple(Item(name, size) for name, size in sizes.items() if size)
 
 
 def _shared_out(memory: Memory, made: dict[str, int], inside: str) -> dict[str, int]:

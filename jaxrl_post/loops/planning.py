@@ -79,15 +79,24 @@ class Planner:
         trips = rollout_trips(shape, math.ceil(config.data.prompts_per_step / batch_shards(mesh)))
         steps = sum(trips[1:])
         traffic = steps * weights + _cache_traffic(shape, trips, cache)
-        return Planned("rollout", 1, traced, held, made, "cache", trips, traffic), shape
+        return Planned("rollout", 1, traced, held, made, "cache", trips, traffic, self._on_host()), shape
 
     def _update(self) -> Planned:
         learner, held = self._learner, self._held()
         state = learner.abstract_state()
         for name in state_bytes(state):
             del held[name]
-        traced = learner.traced_update()
-        return planned_update("update", self._updates, traced, state, held, self._job.network, learner.shape)
+        return planned_update(
+            "update",
+            self._updates,
+            learner.traced_update(),
+            state,
+            learner.abstract_gradients(),
+            held,
+            self._on_host(),
+            self._job.network,
+            learner.shape,
+        )
 
     def _critic_update(self) -> list[Planned]:
         """PPO's; beside it lies the policy, which a critic without a decoder of its own reads."""
@@ -98,13 +107,19 @@ class Planner:
         reads = {} if critic.owns_decoder else {"policy": held["parameters"]}
         names = {"parameters": "policy", "optimizer": "policy's optimizer"}
         held = {names.get(name, name): size for name, size in held.items() if name != "parameters" or not reads}
-        state = critic.abstract_state()
-        traced = critic.traced_update()
-        return [
-            planned_update(
-                "critic's update", self._updates, traced, state, held, self._job.network, critic.shape, reads
-            )
-        ]
+        update = planned_update(
+            "critic's update",
+            self._updates,
+            critic.traced_update(),
+            critic.abstract_state(),
+            critic.abstract_gradients(),
+            held,
+            self._on_host(),
+            self._job.network,
+            critic.shape,
+            reads,
+        )
+        return [update]
 
     @property
     def _updates(self) -> int:
@@ -118,6 +133,13 @@ class Planner:
         if self._critic:
             held["critic"] = placed_bytes(self._critic.abstract_arrays())
         return held
+
+    def _on_host(self) -> dict[str, int]:
+        """What lies in the host's memory all the time, for each device."""
+        on_host = {"optimizer": placed_bytes(self._learner.abstract_state(), on_host=True)}
+        if self._critic:
+            on_host["critic's optimizer"] = placed_bytes(self._critic.abstract_state(), on_host=True)
+        return on_host
 
 
 def stand_in_job(config: Config, devices: Sequence[Any]) -> Job:

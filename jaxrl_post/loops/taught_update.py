@@ -16,7 +16,7 @@ from jaxrl_post.training.distillation_update import make_taught_update
 from jaxrl_post.training.loss import Scalars
 from jaxrl_post.training.optimizer import Optimizer
 from jaxrl_post.training.packing import PackShape
-from jaxrl_post.training.state import TrainState
+from jaxrl_post.training.state import StateShardings, TrainState
 from jaxrl_post.training.teacher_view import taught_shardings, teacher_view
 from jaxrl_post.training.update import row_placement
 from jaxrl_post.types import TaughtBatch, TrainBatch, Trajectory
@@ -35,7 +35,7 @@ class TaughtUpdate:
         teachers: Teachers,
         shape: PackShape,
         optimizer: Optimizer,
-        shardings: TrainState,
+        shardings: StateShardings,
     ):
         self._teachers = teachers
         self._shardings = taught_shardings(shape, job.network.mesh)

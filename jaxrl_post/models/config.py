@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 Family = Literal["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"]
 Backend = Literal["xla", "flash", "cudnn"]
-Remat = Literal["none", "full", "dots"]
+Remat = Literal["none", "full", "dots", "full_offload", "dots_offload"]
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
@@ -38,7 +38,8 @@ class Experts:
 
     shared_size: width of the expert that every token goes to, behind a gate of its own (Qwen2-MoE); 0: there is none.
     normalized: a token's gates add up to 1 (`norm_topk_prob`).
-    backend: how the products of `models.moe` are computed, no part of the architecture.
+    backend, whole: no part of the architecture, but how the products of `models.moe` are computed, and whether an
+    update finds the weights whole on each device but for the experts, or cut as in `sharding.rules.TRAIN`.
     """
 
     count: int
@@ -47,6 +48,7 @@ class Experts:
     shared_size: int = 0
     normalized: bool = True
     backend: Literal["blocked", "ragged"] = "blocked"
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxrl_post.models import backends, moe, rope, sequence
@@ -24,11 +25,13 @@ from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.moe import Routing
 from jaxrl_post.models.placement import ANYWHERE, SEQUENCE, Placement
 from jaxrl_post.models.product import product
+from sharding.memory import HOST
 
 Params = dict[str, Any]
 Layer = dict[str, jax.Array]
 Rows = tuple[jax.Array, jax.Array, jax.Array]  # positions, segments, branches [B, T]
 State = Any
+LAYER_INPUT = "layer_input"  # what `model.remat=full_offload` keeps
 MLP = Callable[[Layer, jax.Array, jax.Array | None], tuple[jax.Array, Routing | None]]
 
 
@@ -149,6 +152,7 @@ class Decoder(nnx.Module):
 
         def layer(x_BTD: jax.Array, of_layer: tuple[Layer, jax.Array | None]) -> tuple[jax.Array, Routing | None]:
             w, choices_BTk = of_layer
+            x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
             q, k, v = self._qkv(w, x_BTD, cos, sin)
             attended_BTHN = attention(q, k, v, segments_BT, branches_BT)
             return self._finish(w, x_BTD, attended_BTHN, mlp, choices_BTk)
@@ -280,7 +284,18 @@ def _norm(x: jax.Array, scale_N: jax.Array, eps: float) -> jax.Array:
 def _remat(layer: Callable, config: ModelConfig) -> Callable:
     if config.remat == "none":
         return layer
-    saveable = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}[config.remat]
+    policies = jax.checkpoint_policies
+    saveable = {
+        "full": None,
+        "dots": policies.dots_with_no_batch_dims_saveable,
+        "full_offload": policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[LAYER_INPUT],
+            offload_src="device",
+            offload_dst=HOST,
+        ),
+        "dots_offload": policies.offload_dot_with_no_batch_dims("device", HOST),
+    }[config.remat]
     # Inside a scan nothing can be shared with the forward pass; in a row of layers the compiler would do so.
     return jax.checkpoint(layer, policy=saveable, prevent_cse=not config.scan_layers)
 

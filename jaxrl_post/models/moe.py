@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_post.models.config import Experts
 from jaxrl_post.models.placement import Placement
 from jaxrl_post.models.product import product
-from sharding.rules import TRAIN, partition_spec
+from sharding.rules import ROLLOUT, TRAIN, partition_spec
 
 Weights = dict[str, jax.Array]
 EXPERT = "expert"  # the mesh axis
@@ -119,12 +119,13 @@ def _shared(w: Weights, h_BTD: jax.Array) -> jax.Array:
 
 
 def _on_mesh(moe: Experts, placed: NamedSharding) -> Mixture:
-    """`_routed` of each device's own rows, its weights gathered but for the experts that others hold."""
+    """`_routed` of each device's own rows, its weights gathered, where they are cut, but for the experts that others
+    hold."""
     mesh, rows = placed.mesh, placed.spec  # an AbstractMesh where an outer program is manual over other axes
     manual = {axis for cut in rows for axis in ((cut,) if isinstance(cut, str) else cut or ())}
 
     def spec(name: str, w: jax.Array) -> PartitionSpec:
-        cut = partition_spec(AXES[name], w.shape, TRAIN, mesh, name)
+        cut = partition_spec(AXES[name], w.shape, ROLLOUT if moe.whole else TRAIN, mesh, name)
         return PartitionSpec(*(axis if axis in manual else None for axis in cut))
 
     def run(w: Weights, h_BTD: jax.Array, choices_BTk: jax.Array | None) -> tuple[jax.Array, Routing]:

@@ -25,7 +25,7 @@ from jaxrl_post.objectives.values import value_loss
 from jaxrl_post.training.loss import Scalars, Tally
 from jaxrl_post.training.micro_batches import micro
 from jaxrl_post.training.optimizer import Optimizer
-from jaxrl_post.training.state import TrainState
+from jaxrl_post.training.state import StateShardings, TrainState
 from jaxrl_post.training.update import Score, Seen, jit_update, row_placement
 from jaxrl_post.types import TrainBatch
 
@@ -63,7 +63,7 @@ def make_critic_update(
     optimizer: Optimizer,
     *,
     value_clip: float | None,
-    shardings: TrainState,
+    shardings: StateShardings,
     held_shardings: Tree,
     batch_shardings: TrainBatch,
 ) -> Callable[[TrainState, TrainBatch, Any, Tree], tuple[TrainState, Scalars, jax.Array]]:

@@ -10,7 +10,7 @@ import jax
 from jaxrl_post.training.distillation_loss import TaughtForward, TaughtLoss
 from jaxrl_post.training.loss import Scalars
 from jaxrl_post.training.optimizer import Optimizer
-from jaxrl_post.training.state import TrainState
+from jaxrl_post.training.state import StateShardings, TrainState
 from jaxrl_post.training.update import Seen, jit_update
 from jaxrl_post.types import TaughtBatch
 
@@ -23,7 +23,7 @@ def make_taught_update(
     optimizer: Optimizer,
     loss: TaughtLoss,
     *,
-    shardings: TrainState,
+    shardings: StateShardings,
     teacher_shardings: Sequence[Tree],
     batch_shardings: TaughtBatch,
 ) -> TaughtUpdate:

@@ -19,7 +19,7 @@ from jaxrl_post.training.logprobs import token_logprobs
 from jaxrl_post.training.micro_batches import micro
 from jaxrl_post.training.optimizer import Optimizer
 from jaxrl_post.training.preference_loss import OfflineLoss, Scalars
-from jaxrl_post.training.state import TrainState, first_moments
+from jaxrl_post.training.state import StateShardings, TrainState
 from jaxrl_post.training.update import apply_gradients, placed_gradient, row_placement
 from jaxrl_post.types_offline import OfflineBatch
 
@@ -74,7 +74,7 @@ def make_offline_update(
     optimizer: Optimizer,
     loss: OfflineLoss,
     *,
-    shardings: TrainState,
+    shardings: StateShardings,
     batch_shardings: OfflineBatch,
     constant_shardings: Tree = None,
 ) -> OfflineUpdate:
@@ -88,7 +88,7 @@ def make_offline_update(
     def micro_loss(params: Tree, micro: OfflineBatch, constant: jax.Array) -> tuple[jax.Array, Scalars]:
         return loss(forward(params, micro, constant), micro, constant)
 
-    gradient = placed_gradient(micro_loss, first_moments(shardings))
+    gradient = placed_gradient(micro_loss, shardings.gradients)
 
     def update(
         state: TrainState, batch: OfflineBatch, constant: jax.Array, n_micro: jax.Array
@@ -101,8 +101,8 @@ def make_offline_update(
     return jax.jit(
         update,
         donate_argnums=0,
-        in_shardings=(shardings, batch_shardings, constant_shardings or everywhere, everywhere),
-        out_shardings=(shardings, everywhere),
+        in_shardings=(shardings.state, batch_shardings, constant_shardings or everywhere, everywhere),
+        out_shardings=(shardings.results, everywhere),
     )
 
 

@@ -21,10 +21,12 @@ from jaxrl_post.training import routing
 from jaxrl_post.training.logprobs import target_logprobs
 from jaxrl_post.training.loss import Scalars, Tally, TokenLoss, combine, summarize
 from jaxrl_post.training.micro_batches import micro
+from jaxrl_post.training.offload import step_in_slices
 from jaxrl_post.training.optimizer import Optimizer, clip
 from jaxrl_post.training.packing import POSITION_FIELDS, PackShape, empty_batch
-from jaxrl_post.training.state import TrainState, first_moments
+from jaxrl_post.training.state import StateShardings, TrainState
 from jaxrl_post.types import RoutedBatch, TrainBatch
+from sharding.memory import lies_on_host
 from sharding.placement import tree_shardings
 from sharding.rules import TRAIN, Rules
 
@@ -42,7 +44,7 @@ def make_update(
     *,
     temperature: float,
     chunk: int,
-    shardings: TrainState,
+    shardings: StateShardings,
     batch_shardings: Rows,
     entropy_gradient: bool = False,
     mixture: Mixture | None = None,
@@ -116,7 +118,7 @@ def jit_update(
     micro_loss: Callable[..., tuple[jax.Array, Seen]],
     optimizer: Optimizer,
     *,
-    shardings: TrainState,
+    shardings: StateShardings,
     batch_shardings: Tree,
     said_shardings: Any,
     held_shardings: Sequence[Tree] = (),
@@ -130,7 +132,7 @@ def jit_update(
     made from the whole update's tally and those of `apply_gradients`. What `survey(params, batch, n_micro)` finds out
     about the whole update goes to each `micro_loss` after `held`.
     """
-    gradient = placed_gradient(micro_loss, first_moments(shardings))
+    gradient = placed_gradient(micro_loss, shardings.gradients)
 
     def update(
         state: TrainState, batch: Tree, n_micro: jax.Array, *held: Tree
@@ -145,8 +147,8 @@ def jit_update(
     return jax.jit(
         update,
         donate_argnums=0,
-        in_shardings=(shardings, batch_shardings, everywhere, *held_shardings),
-        out_shardings=(shardings, everywhere, said_shardings),
+        in_shardings=(shardings.state, batch_shardings, everywhere, *held_shardings),
+        out_shardings=(shardings.results, everywhere, said_shardings),
     )
 
 
@@ -208,16 +210,24 @@ def apply_gradients(
     """Clip, transform, move the parameters by the scheduled rate; kept as they were without signal or finite norm."""
     grads, norm = clip(grads, optimizer.max_grad_norm)
     rate = optimizer.learning_rate(state.step)
-    changes, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
-    params = jax.tree.map(lambda p, u: (p.astype(jnp.float32) - rate * u).astype(p.dtype), state.params, changes)
     finite = jnp.isfinite(norm)
-    keep = lambda new, old: jax.tree.map(lambda x, y: jnp.where(finite & has_signal, x, y), new, old)
+    before, useful = (state.params, state.opt_state), finite & has_signal
+
+    def step(params: Tree, opt_state: Tree, grads: Tree) -> tuple[Tree, Tree]:
+        changes, opt_state = optimizer.transform.update(grads, opt_state, params)
+        move = lambda p, u: (p.astype(jnp.float32) - rate * u).astype(p.dtype)
+        return jax.tree.map(move, params, changes), opt_state
+
+    if lies_on_host(state.opt_state):
+        params, opt_state = step_in_slices(step, optimizer.transform.init, *before, grads, useful)
+    else:
+        params, opt_state = jax.tree.map(lambda x, y: jnp.where(useful, x, y), step(*before, grads), before)
     metrics = {
         "actor/grad_norm": norm,
         "actor/lr": rate,
         "actor/skipped_update": 1.0 - finite.astype(jnp.float32),
     }
-    return TrainState(keep(params, state.params), keep(opt_state, state.opt_state), state.step + 1), metrics
+    return TrainState(params, opt_state, state.step + 1), metrics
 
 
 def placed_gradient(loss: Callable[..., tuple[jax.Array, Any]], shardings: Tree) -> Callable[..., tuple[Tree, Any]]:

@@ -97,7 +97,14 @@ def test_padding_content_moves_nothing_and_its_embedding_gets_no_gradient():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"remat": "full"}, {"remat": "dots"}, {"scan_layers": False}, {"scan_layers": False, "remat": "full"}],
+    [
+        {"remat": "full"},
+        {"remat": "dots"},
+        {"remat": "full_offload"},
+        {"remat": "dots_offload"},
+        {"scan_layers": False},
+        {"scan_layers": False, "remat": "full"},
+    ],
     ids=str,
 )
 def test_neither_remat_nor_the_scan_over_layers_changes_a_gradient(changes):
