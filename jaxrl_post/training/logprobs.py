@@ -145,11 +145,11 @@ def in_chunks(
 ) -> Any:
     """`compute(*inputs, mask)`, a tree of [B, C], on C = `chunk` targets at a time, as a tree of [B, M].
 
-    What it makes in between lives for one chunk, in the backward pass too, where it is made again. Chunks without live
-    targets, those of the mask unless told otherwise, are not computed and give 0.
+    What it makes in between lives for one chunk, in the backward pass too, where it is made again if there are several.
+    Chunks without live targets, those of the mask unless told otherwise, are not computed and give 0.
     """
     B, M = mask_BM.shape
-    chunk = min(chunk, M)
+    live_BM = mask_BM if live_BM is None else live_BM
 
     def cut(x: jax.Array) -> jax.Array:
         padded = jnp.pad(x, ((0, 0), (0, -M % chunk)) + ((0, 0),) * (x.ndim - 2))
@@ -161,12 +161,15 @@ def in_chunks(
     def skip(*parts: jax.Array) -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, *parts))
 
+    if M <= chunk:
+        return lax.cond(live_BM.any(), compute, skip, *inputs, mask_BM)
+
     @jax.checkpoint
     def step(_: None, part: tuple[tuple[jax.Array, ...], jax.Array, jax.Array]) -> tuple[None, Any]:
         inputs_BC, mask_BC, any_live = part
         return None, lax.cond(any_live, compute, skip, *inputs_BC, mask_BC)
 
-    any_n = cut(mask_BM if live_BM is None else live_BM).any(axis=(1, 2))
+    any_n = cut(live_BM).any(axis=(1, 2))
     _, made = lax.scan(step, None, (tuple(map(cut, inputs)), cut(mask_BM), any_n))
     return jax.tree.map(join, made)
 
