@@ -12,11 +12,11 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 
-from launch.faults import exit_code
+from launch.faults import BUG, exit_code
 from launch.lines import ASKED, Lines
 from launch.rollcall import Connections, Place, StartError, answer
 
-HEARTBEAT_SECONDS = 40  # beyond --lost-limit, after which JAX ends the processes that are left without a word
+HEARTBEAT_SECONDS = 40  # beyond --lost-limit, after which JAX ends a job whose program is stopped on a host
 SHUTDOWN_SECONDS = 60  # that a process which is done waits for the others
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
 OPTIONS = ("--coordinator", "--process-id", "--processes-total")
@@ -81,6 +81,8 @@ def joined(place: Place | None, join_limit: float, lost_limit: float) -> Iterato
             yield
         except BaseException as error:
             code = exit_code(error)
+            if code == BUG:
+                print(f"process {place.process} of {place.processes} failed in {doing()}", file=sys.stderr, flush=True)
             lines.leave(code)
             # Runs before JAX's own farewell, which waits for all processes.
             atexit.register(_leave, code)

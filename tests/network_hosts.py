@@ -28,6 +28,8 @@ def why_no_namespaces():
 class Namespaces:
     """`count` hosts 10.77.0.1, 10.77.0.2, …, each with a cable to a switch."""
 
+    stopped = frozenset()
+
     def __init__(self, count):
         self._names = [f"jaxrl{os.getpid()}h{i}" for i in range(count)]
         self._switch = f"jaxrl{os.getpid()}s"
@@ -81,7 +83,7 @@ class Stopped:
 
     def __init__(self, count):
         self.addresses, self.port = ["127.0.0.1"] * count, free_port()
-        self._started = {}
+        self._started, self.stopped = {}, set()
 
     def __enter__(self):
         return self
@@ -95,17 +97,13 @@ class Stopped:
         return self._started[host]
 
     def cut(self, host):
+        self.stopped.add(host)
         os.killpg(self._started[host].pid, signal.SIGSTOP)
 
     def mend(self, host):
+        self.stopped.discard(host)
         if self._started[host].poll() is None:
             os.killpg(self._started[host].pid, signal.SIGCONT)
-
-    def lose(self, sender, receiver):
-        self.cut(sender)
-
-    def find(self, sender, receiver):
-        self.mend(sender)
 
     def kill(self, host):
         if self._started[host].poll() is None:

@@ -298,7 +298,7 @@ def test_an_interrupted_job_leaves_no_process(tmp_path):
     with subprocess.Popen(
         [*command, "--processes", "2"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as job:
-        wait_until(lambda: "step 1/1000" in job.stdout.readline())
+        assert any(" 1/1000 " in line for line in job.stdout)
         children = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
         assert len(children) == 2
         job.send_signal(signal.SIGINT)
@@ -328,11 +328,6 @@ def test_processes_end_with_whoever_watches_them(tmp_path):
     while is_running(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(child)
-
-
-def wait_until(there):
-    while not there():
-        pass
 
 
 def is_running(pid):

@@ -11,6 +11,7 @@ import pytest
 import whole_runs
 
 from jaxrl_post.observe.metrics import read_metrics
+from jaxrl_post.observe.watchdog import STUCK
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny"
 COMPARED = {  # of each step
@@ -160,6 +161,17 @@ def test_a_process_that_hangs_is_named_and_costs_no_step(tmp_path, monkeypatch):
     assert "process 0: reward, waiting for the others\nprocess 1: reward\n" in logs
     assert "resuming after step 1" in said
     assert "step 3/3" in said
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_before_the_first_step_is_named(tmp_path, monkeypatch):
+    overrides = faulty(tmp_path, monkeypatch, "pass")
+    hang = "import jax, time\nif jax.process_index() == 1:\n    time.sleep(3600)\n"
+    (tmp_path / "faulty_reward.py").write_text(hang + REWARD)
+    launched(tmp_path / "run", "grpo", 2, 1, *overrides, "watchdog_minutes=0.3", code=STUCK)
+    logs = "".join((tmp_path / "run" / "logs" / f"process_{i}.log").read_text() for i in range(2))
+    assert "stuck: start has lasted 0.3 minutes" in logs
+    assert "process 0: start, waiting for the others\nprocess 1: start\n" in logs
 
 
 @pytest.mark.slow

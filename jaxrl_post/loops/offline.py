@@ -22,6 +22,7 @@ from jaxrl_post.loops.teachers import Teachers
 from jaxrl_post.observe.metrics import METRICS
 from jaxrl_post.observe.plot import OFFLINE, plot_curves
 from jaxrl_post.observe.progress import Phases, Progress
+from jaxrl_post.observe.watchdog import Watchdog
 from jaxrl_post.run_dir import make_run_dir
 from jaxrl_post.training.state import TrainState
 from jaxrl_post.types_offline import Example
@@ -36,22 +37,23 @@ def run(config: OfflineConfig) -> None:
     Writes RUN_DIR/{config.yaml, metrics.jsonl, checkpoints/, curve.png}.
     Raises: ValueError, FileNotFoundError for what the user can mend, before any step and before anything is written.
     """
-    job = together(lambda: build(config))
-    run_dir = together(lambda: make_run_dir(config.run_dir))
-    teachers = Teachers(job.teachers)
-    learner = OfflineLearner(job, teachers)
-    checkpoints = Checkpointer(run_dir / "checkpoints", config.checkpoint.keep_last)
-    done = last_step(checkpoints, config)
-    saves = Saves(config.checkpoint, config.steps, bool(job.held_out))
-    if done >= config.steps:
-        print(f"{run_dir} is at step {done} of {config.steps} already: give more `steps`, or another `run_dir`")
-        return
-    stream = Stream(job.examples, config.data.examples_per_step, config.seed, config.data.shuffle)
-    check_processes(config, stream, job.network.mesh)
-    teachers.load()
-    with memory_explained(config, job.network, learner.shape.rows, Phases()) as phases, phases("start"):
-        state = _start(job, checkpoints, learner, stream, saves, done)
-    write_config(config, run_dir)
+    with Watchdog(config.watchdog_minutes):
+        job = together(lambda: build(config))
+        run_dir = together(lambda: make_run_dir(config.run_dir))
+        teachers = Teachers(job.teachers)
+        learner = OfflineLearner(job, teachers)
+        checkpoints = Checkpointer(run_dir / "checkpoints", config.checkpoint.keep_last)
+        done = last_step(checkpoints, config)
+        saves = Saves(config.checkpoint, config.steps, bool(job.held_out))
+        if done >= config.steps:
+            print(f"{run_dir} is at step {done} of {config.steps} already: give more `steps`, or another `run_dir`")
+            return
+        stream = Stream(job.examples, config.data.examples_per_step, config.seed, config.data.shuffle)
+        check_processes(config, stream, job.network.mesh)
+        teachers.load()
+        with memory_explained(config, job.network, learner.shape.rows, Phases()) as phases, phases("start"):
+            state = _start(job, checkpoints, learner, stream, saves, done)
+        write_config(config, run_dir)
 
     with Stop() as stop, running(config, job.network, learner.shape.rows, done, checkpoints) as now:
         writer, progress, phases = now.writer, now.progress, now.phases

@@ -35,6 +35,7 @@ from jaxrl_post.observe.alerts import Alerts, as_metrics
 from jaxrl_post.observe.metrics import METRICS
 from jaxrl_post.observe.plot import ONLINE, plot_curves
 from jaxrl_post.observe.progress import Phases, Progress
+from jaxrl_post.observe.watchdog import Watchdog
 from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.run_dir import make_run_dir
 from jaxrl_post.training.state import TrainState
@@ -48,29 +49,30 @@ def run(config: Config, rollouts: Path | None = None) -> None:
     Writes RUN_DIR/{config.yaml, metrics.jsonl, rollouts/, checkpoints/, reward.png}.
     Raises: ValueError, FileNotFoundError for what the user can mend, before any step and before anything is written.
     """
-    job = together(lambda: build(config))
-    run_dir = together(lambda: make_run_dir(config.run_dir))
-    checkpoints = Checkpointer(run_dir / "checkpoints", config.checkpoint.keep_last)
-    done = last_step(checkpoints, config)
-    saves = Saves(config.checkpoint, config.steps, config.evaluation.enabled and bool(job.held_out))
-    if done >= config.steps:
-        print(f"{run_dir} is at step {done} of {config.steps} already: give more `steps`, or another `run_dir`")
-        return
-    stream = PromptStream(job.train_prompts, config.data.prompts_per_step, config.seed, config.data.shuffle)
-    check_processes(config, stream, job.network.mesh)
-    network = job.network
-    sampler = Sampler(network.graphdef, network.model, network.mesh, job.stop_ids, job.token_bytes)
-    teachers = Teachers(job.teachers)
-    learner = Learner(job, teachers)
-    gather = DumpedRollouts(job, rollouts, stream) if rollouts else Gather(job, sampler, stream)
-    critic = Critic(job, config.algorithm) if isinstance(config.algorithm, PPO) else None
-    distillation = config.algorithm.distillation
-    taught = TaughtAdvantages(job, distillation, teachers, learner) if distillation else None
-    credit = Credit(job, sampler, learner, critic, taught)
-    teachers.load()
-    with memory_explained(config, network, learner.shape, Phases()) as phases, phases("start"):
-        state = _start(job, checkpoints, learner, gather, credit, critic, saves, done)
-    write_config(config, run_dir)
+    with Watchdog(config.watchdog_minutes):
+        job = together(lambda: build(config))
+        run_dir = together(lambda: make_run_dir(config.run_dir))
+        checkpoints = Checkpointer(run_dir / "checkpoints", config.checkpoint.keep_last)
+        done = last_step(checkpoints, config)
+        saves = Saves(config.checkpoint, config.steps, config.evaluation.enabled and bool(job.held_out))
+        if done >= config.steps:
+            print(f"{run_dir} is at step {done} of {config.steps} already: give more `steps`, or another `run_dir`")
+            return
+        stream = PromptStream(job.train_prompts, config.data.prompts_per_step, config.seed, config.data.shuffle)
+        check_processes(config, stream, job.network.mesh)
+        network = job.network
+        sampler = Sampler(network.graphdef, network.model, network.mesh, job.stop_ids, job.token_bytes)
+        teachers = Teachers(job.teachers)
+        learner = Learner(job, teachers)
+        gather = DumpedRollouts(job, rollouts, stream) if rollouts else Gather(job, sampler, stream)
+        critic = Critic(job, config.algorithm) if isinstance(config.algorithm, PPO) else None
+        distillation = config.algorithm.distillation
+        taught = TaughtAdvantages(job, distillation, teachers, learner) if distillation else None
+        credit = Credit(job, sampler, learner, critic, taught)
+        teachers.load()
+        with memory_explained(config, network, learner.shape, Phases()) as phases, phases("start"):
+            state = _start(job, checkpoints, learner, gather, credit, critic, saves, done)
+        write_config(config, run_dir)
 
     with Stop() as stop, running(config, network, learner.shape, done, checkpoints, job.reward) as now:
         writer, progress, phases = now.writer, now.progress, now.phases

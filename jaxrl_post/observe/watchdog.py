@@ -16,7 +16,8 @@ LAST_WORDS_SECONDS = 10.0
 
 
 class Watchdog:
-    """While it is open no phase of a step may last longer than `minutes` (None: as long as it likes).
+    """While it is open no phase may last longer than `minutes` (None: as long as it likes): a run's start, then those
+    of its steps.
 
     The process then writes to standard error what each process of the job is doing and where its own threads are, and
     ends with code 70: a collective that a lost process never joins would last for ever.
@@ -25,7 +26,7 @@ class Watchdog:
     def __init__(self, minutes: float | None) -> None:
         self._minutes = minutes
         self._changed = threading.Condition()
-        self._phase, self._since, self._open = "start", time.monotonic(), True
+        self._phase, self._since, self._open = "", time.monotonic(), True
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def enter(self, phase: str) -> None:
@@ -35,6 +36,7 @@ class Watchdog:
         post(PHASE, phase)
 
     def __enter__(self) -> Watchdog:
+        self.enter("start")
         if self._minutes is not None:
             self._thread.start()
         return self
