@@ -167,8 +167,8 @@ class Training(Section):
     around (row lengths are multiples of 2 · `mesh.sequence`), or `ulysses`, heads are exchanged for columns (key/value
     heads are multiples of `mesh.sequence` · `mesh.tensor`); `auto` is the ring."""
     max_skipped_updates: PositiveInt | None = 5
-    """Updates in a row without a finite gradient, each of which is skipped, until the run keeps the last in
-    RUN_DIR/faults and ends. Null: never."""
+    """Updates in a row without a finite loss and gradient, of the policy or of its critic, each of which is skipped,
+    until the run keeps the last in RUN_DIR/faults and ends. Null: never."""
 
 
 class Evaluation(Section):

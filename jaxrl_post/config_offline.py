@@ -252,7 +252,7 @@ class OfflineTraining(Section):
     around (row lengths are multiples of 2 · `mesh.sequence`), or `ulysses`, heads are exchanged for columns (key/value
     heads are multiples of `mesh.sequence` · `mesh.tensor`); `auto` is the ring."""
     max_skipped_updates: PositiveInt | None = 5
-    """Updates in a row without a finite gradient, each of which is skipped, until the run keeps the last in
+    """Updates in a row without a finite loss and gradient, each of which is skipped, until the run keeps the last in
     RUN_DIR/faults and ends. Null: never."""
     cache_reference: bool = False
     """Score all examples by the reference before the first step, keep the scores in the run folder, and hold no second

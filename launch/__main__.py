@@ -107,10 +107,6 @@ def _run(config: Config | OfflineConfig, rollout_only: bool, rollouts: Path | No
 
 
 def _replay(config: Config | OfflineConfig, folder: Path) -> None:
-    if isinstance(config, OfflineConfig):
-        raise ValueError(
-            f"--replay: algorithm.kind={config.algorithm.kind} trains on files; only online updates replay"
-        )
     from launch.compile_cache import enable
     from launch.replay import replay
 

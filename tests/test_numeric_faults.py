@@ -5,10 +5,11 @@ import itertools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_post import recipes
+from jaxrl_post import config, recipes
 from jaxrl_post.config_alerts import Alerts as Options
 from jaxrl_post.loops.faulty_update import NumericFaultError
 from jaxrl_post.loops.job import build
@@ -16,6 +17,9 @@ from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.network import initial_params
 from jaxrl_post.observe.alerts import Alerts, as_metrics
 from jaxrl_post.observe.progress import Phases
+from jaxrl_post.training.optimizer import make_optimizer
+from jaxrl_post.training.state import TrainState
+from jaxrl_post.training.update import apply_gradients, placed_gradient
 from jaxrl_post.types import Trajectory
 from launch.__main__ import main
 
@@ -67,13 +71,27 @@ def test_an_update_without_finite_gradient_is_skipped_and_counted(learned):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(weights))
 
 
+def test_a_loss_that_is_not_finite_skips_its_update_though_the_gradient_is():
+    """Of three micro-losses, added up as an update adds them, the second is infinite with a gradient of 1."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    loss = lambda params, x: (params["w"] * 1.0 + jax.lax.stop_gradient(x), x)
+    gradient = jax.jit(placed_gradient(loss, {"w": device}))
+    optimizer = make_optimizer(config.Optimizer(learning_rate=0.1, max_grad_norm=None), steps=3)
+    params = {"w": np.float32(2.0)}
+    state = TrainState(params, optimizer.transform.init(params), np.int32(0))
+    for offsets, skipped, norm in (((0.0, 5.0, -3.0), 0, 3.0), ((0.0, math.inf, 0.0), 1, math.nan)):
+        grads = sum(np.asarray(gradient(params, np.float32(x))[0]["w"]) for x in offsets)
+        moved, metrics = apply_gradients(optimizer, state, {"w": jnp.asarray(grads)}, jnp.bool_(True))
+        assert float(metrics["actor/skipped_update"]) == skipped
+        assert (float(moved.params["w"]) == 2.0) == bool(skipped)
+        np.testing.assert_equal(float(metrics["actor/grad_norm"]), norm)
+
+
 def test_too_many_in_a_row_end_the_run_and_are_kept(learned):
     """One good update in between starts the count anew."""
     folder, *_, said = learned
     kept = folder / "faults" / "update_000004"
-    assert said.startswith(
-        "training.max_skipped_updates=2: so many updates in a row had a gradient that is not finite,"
-    )
+    assert said.startswith("training.max_skipped_updates=2: so many updates of the policy in a row had a loss or")
     assert said.endswith(f"are kept in {kept}: python -m launch {kept}/config.yaml --replay {kept}")
     assert {path.name for path in kept.iterdir()} == {"batch.npz", "checkpoints", "config.yaml", "fault.json"}
 

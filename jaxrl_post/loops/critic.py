@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 from jax.stages import Traced
 
 from jaxrl_post.config_ppo import PPO
+from jaxrl_post.loops.faulty_update import Skips, read_fault
 from jaxrl_post.loops.job import Job
 from jaxrl_post.loops.learner import by_number, floats, mean_metrics, mini_batches, update_shape
 from jaxrl_post.loops.measures import Metrics, mean_max_min
@@ -24,7 +26,8 @@ from jaxrl_post.models.decoder import Params
 from jaxrl_post.objectives.returns import gae, token_rewards, whiten
 from jaxrl_post.objectives.values import explained_variance
 from jaxrl_post.observe.progress import Phases
-from jaxrl_post.training.critic import make_critic_update, make_values, token_values
+from jaxrl_post.training.critic import critic_micro_loss, make_critic_update, make_values, token_values
+from jaxrl_post.training.diagnosis import Diagnosis, diagnose, make_probe
 from jaxrl_post.training.optimizer import make_optimizer
 from jaxrl_post.training.packing import empty_batch, pack
 from jaxrl_post.training.state import TrainState, abstract_gradients, init_state, restorable_state, state_shardings
@@ -87,6 +90,7 @@ class Critic:
             held_shardings=held,
             batch_shardings=self._batch_shardings,
         )
+        self._probed, self._skips = critic_micro_loss(values, algorithm.critic.value_clip), Skips(job.config, "critic")
         self._credit = jax.jit(functools.partial(credit_tokens, gamma=algorithm.gamma, lam=algorithm.lam))
         self._state: TrainState | None = None
 
@@ -174,7 +178,8 @@ class Critic:
         return values
 
     def learn(self, trajectories: Sequence[Trajectory], policy: Params, phases: Phases) -> Metrics:
-        """`epochs` passes over the step's mini-batches towards the targets of `assign`; means over the updates."""
+        """`epochs` passes over the step's mini-batches towards the targets of `assign`; means over the updates, and how
+        many were skipped. Raises: NumericFaultError as `Skips.note`."""
         packed = [
             self._pack([_as_targets(t) for t in mini])
             for mini in mini_batches(trajectories, self._algorithm.mini_batches)
@@ -185,8 +190,26 @@ class Critic:
             for _ in range(self._algorithm.epochs):
                 for batch, n_micro in batches:
                     self._state, metrics, _ = self._update(self._started(), batch, n_micro, self._held(policy))
-                    rows += [floats(metrics)] if n_micro else []
-        return mean_metrics(rows)
+                    if n_micro:
+                        rows.append(floats(metrics))
+                        skipped = rows[-1]["critic/skipped_update"] > 0
+                        self._skips.note(skipped, self._state, batch, n_micro, held=self._held(policy))
+        return mean_metrics(rows) | {
+            "training/skipped_critic_updates": sum(row["critic/skipped_update"] for row in rows)
+        }
+
+    def replay(self, folder: Path) -> tuple[Diagnosis, Metrics]:
+        """A look into one update that `Skips` has kept, and the metrics that it gives. Raises: ValueError as
+        `read_fault`."""
+        network = self._job.network
+        held = self._held(placed_shapes(network.abstract_params, network.shardings()))
+        rows = empty_batch(self.shape).tokens.shape
+        fault = read_fault(folder, self.abstract_state(), self._batch_shardings, rows, held)
+        held = fault.held or {}
+        probe = make_probe(self._probed, self._shardings.params)
+        found = diagnose(probe, fault.state.params, fault.batch, fault.n_micro, held)
+        _, metrics, _ = self._update(fault.state, fault.batch, fault.n_micro, held)
+        return found, floats(metrics)
 
     def _started(self) -> TrainState:
         if self._state is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 from jax.stages import Traced
 
 from jaxrl_post.config_distillation import Distillation
-from jaxrl_post.loops.faulty_update import Fault, Skips
+from jaxrl_post.loops.faulty_update import Skips, read_fault
 from jaxrl_post.loops.job import Job
 from jaxrl_post.loops.network import check_row
 from jaxrl_post.loops.taught_update import TaughtUpdate, numbered
@@ -28,7 +29,7 @@ from jaxrl_post.training.diagnosis import Diagnosis, diagnose, make_probe
 from jaxrl_post.training.loss import policy_loss
 from jaxrl_post.training.optimizer import make_optimizer
 from jaxrl_post.training.packing import PackReport, PackShape, empty_batch, pack, pack_shape
-from jaxrl_post.training.routing import choice_sharding, packed_choices, parts, routed
+from jaxrl_post.training.routing import choice_sharding, packed_choices, routed
 from jaxrl_post.training.state import TrainState, abstract_gradients, init_state, restorable_state, state_shardings
 from jaxrl_post.training.surrogate import sampler_metrics, weighed_advantage
 from jaxrl_post.training.update import Rows, Score, batch_shardings, make_score, make_update, micro_batch_loss
@@ -177,23 +178,20 @@ class Learner:
             "training/skipped_updates": sum(row["actor/skipped_update"] for row in rows),
         }
 
-    def replay(self, fault: Fault) -> tuple[Diagnosis, Metrics]:
-        """A look into one update of a policy method, and the metrics that it gives.
-
-        Raises: ValueError where this recipe and mesh pack their rows in another shape.
-        """
-        shape, wanted = parts(fault.batch)[0].tokens.shape, empty_batch(self.shape).tokens.shape
-        if shape != wanted or isinstance(fault.batch, RoutedBatch) != self._replays:
-            raise ValueError(
-                f"the update to replay has rows of shape {shape} (micro-batches, rows, tokens), and this recipe on "
-                f"this mesh makes {wanted}: use the recipe in its folder, on as many devices"
-            )
-        batch = place(fault.batch, self._read)
-        token_loss = policy_loss(self._job.config.algorithm, _num_sequences(self._job, self.shape))
-        micro_loss, survey = micro_batch_loss(self._job.network.graphdef, token_loss, **self._policy_options())
-        probe = make_probe(micro_loss, survey, self._shardings.params)
-        found = diagnose(probe, fault.state.params, batch, fault.n_micro)
-        _, metrics, _ = self._update(fault.state, batch, fault.n_micro)
+    def replay(self, folder: Path) -> tuple[Diagnosis, Metrics]:
+        """A look into one update that `Skips` has kept, and the metrics that it gives. Raises: ValueError as
+        `read_fault`."""
+        rows = empty_batch(self.shape).tokens.shape
+        batches: Any
+        if isinstance(self._update, TaughtUpdate):
+            batches, probe, held = self._update.shardings, self._update.probe(), self._update.held
+        else:
+            token_loss = policy_loss(self._job.config.algorithm, _num_sequences(self._job, self.shape))
+            micro_loss, survey = micro_batch_loss(self._job.network.graphdef, token_loss, **self._policy_options())
+            batches, probe, held = self._read, make_probe(micro_loss, self._shardings.params, survey), ()
+        fault = read_fault(folder, self.abstract_state(), batches, rows)
+        found = diagnose(probe, fault.state.params, fault.batch, fault.n_micro, *held)
+        _, metrics, _ = self._update(fault.state, fault.batch, fault.n_micro)
         return found, floats(metrics)
 
     def _policy_options(self) -> dict[str, Any]:

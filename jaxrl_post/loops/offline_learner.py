@@ -6,6 +6,7 @@ Legend: A micro-batches, B rows, M targets of a row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,13 +17,14 @@ from jax.stages import Traced
 from jaxrl_post.config_offline import KTO, FineTuning, SFTDistillation
 from jaxrl_post.config_teachers import Taught
 from jaxrl_post.data.preferences import mismatched
-from jaxrl_post.loops.faulty_update import Skips
+from jaxrl_post.loops.faulty_update import Skips, read_fault
 from jaxrl_post.loops.network import check_row
 from jaxrl_post.loops.offline_job import OfflineJob
 from jaxrl_post.loops.teachers import NO_TEACHERS, Teachers
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.observe.progress import Phases
 from jaxrl_post.training.balance import seqlen_metrics
+from jaxrl_post.training.diagnosis import Diagnosis, diagnose, make_probe
 from jaxrl_post.training.distillation_loss import taught_forward
 from jaxrl_post.training.log_ratios import mean_ratio, reference_point
 from jaxrl_post.training.offline_packing import (
@@ -41,6 +43,7 @@ from jaxrl_post.training.offline_update import (
     make_evaluate,
     make_forward,
     make_offline_update,
+    offline_micro_loss,
     reward_model,
 )
 from jaxrl_post.training.optimizer import make_optimizer
@@ -87,7 +90,7 @@ class OfflineLearner:
             self._batch_shardings = TaughtExamples(
                 *self._batch_shardings, view=view_shardings(self._batch_shardings.rows)
             )
-        forward, loss = self._forward(), offline_loss(self._algorithm)
+        self._made = forward, loss = self._forward(), offline_loss(self._algorithm)
         placed = {"batch_shardings": self._batch_shardings, "constant_shardings": teachers.shardings or None}
         self._update: Any = make_offline_update(forward, self._optimizer, loss, shardings=self._shardings, **placed)
         self._evaluate = make_evaluate(forward, loss, params_shardings=self._shardings.params, **placed)
@@ -168,7 +171,8 @@ class OfflineLearner:
         with phases("update_actor"):
             state, measured = self._update(state, batch, constant, n_micro)
             metrics = {name: float(value) for name, value in fetch(measured).items()}
-        self._skips.note(metrics["actor/skipped_update"] > 0, state, batch, n_micro)
+        number = None if self._teachers.params else float(constant)
+        self._skips.note(metrics["actor/skipped_update"] > 0, state, batch, n_micro, number)
         return state, self._of_labels(metrics, examples) | known | {
             "training/trained_sequences": report.sequences,
             "training/trained_tokens": report.targets,
@@ -177,6 +181,17 @@ class OfflineLearner:
             **seqlen_metrics([report.undealt], [report.dealt]),
             "perf/total_num_tokens": sum(example.size for example in examples),
         }
+
+    def replay(self, folder: Path) -> tuple[Diagnosis, Metrics]:
+        """A look into one update that `Skips` has kept, and the metrics that it gives. Raises: ValueError as
+        `read_fault`."""
+        rows = empty_examples(self.shape).rows.tokens.shape
+        fault = read_fault(folder, self.abstract_state(), self._batch_shardings, rows)
+        constant: Any = np.float32(fault.constant) if fault.constant is not None else self._teachers.params
+        probe = make_probe(offline_micro_loss(*self._made), self._shardings.params)
+        found = diagnose(probe, fault.state.params, fault.batch, fault.n_micro, constant)
+        _, measured = self._update(fault.state, fault.batch, constant, fault.n_micro)
+        return found, {name: float(value) for name, value in fetch(measured).items()}
 
     def evaluate(self, params: Params, examples: Sequence[Example], phases: Phases) -> Metrics:
         """The loss and its metrics as means over all the examples, nothing learned: `val-core/{loss, accuracy, margin}`

@@ -135,8 +135,7 @@ def finished(told: Told) -> Iterator[tuple[int, np.ndarray, StopReason]]:
 def _of_replica(axis: Callable[[jax.Array], jax.Array], state: State) -> State:
     """With an axis for the replicas in front, or without; samples are a replica's own run of the requests."""
     *others, samples = state
-    moved: list[Any] = jax.tree.map(axis, others)
-    return State(*moved, samples)
+    return State(*[*jax.tree.map(axis, others), samples])
 
 
 def _state_shardings(shape: EngineShape, mesh: Mesh) -> State:

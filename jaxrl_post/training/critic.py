@@ -58,6 +58,21 @@ def make_values(values: Values, *, params_shardings: Tree, batch_shardings: Trai
     )
 
 
+def critic_micro_loss(
+    values: Values, value_clip: float | None
+) -> Callable[[Tree, TrainBatch, Tree], tuple[jax.Array, Seen]]:
+    """`micro_loss` of `update.jit_update`: Σ weight · `values.value_loss`; held are parameters without gradient."""
+
+    def micro_loss(params: Tree, rows: TrainBatch, held: Tree) -> tuple[jax.Array, Seen]:
+        value_BM = values(params | held, rows)
+        term_BM, stats = value_loss(value_BM, rows.old_logp, rows.advantage, rows.mask, clip=value_clip)
+        loss = weighted_sum(term_BM, rows.mask, rows.weight)
+        stats = {"critic/vf_clipfrac": stats["clipped"], "critic/vpred_mean": value_BM}
+        return loss, (_tally(loss, stats, rows.mask), value_BM)
+
+    return micro_loss
+
+
 def make_critic_update(
     values: Values,
     optimizer: Optimizer,
@@ -70,23 +85,16 @@ def make_critic_update(
     """A jitted `update(state, batch, n_micro, held) -> (state, metrics, values)`, as `update.jit_update`.
 
     `held` are parameters beside those of the state, {} or {"decoder"}, which get no gradient and are not donated. The
-    loss is Σ weight · `values.value_loss`. Metrics: `critic/{vf_loss, vf_clipfrac, vpred_mean, grad_norm, lr,
+    loss is that of `critic_micro_loss`. Metrics: `critic/{vf_loss, vf_clipfrac, vpred_mean, grad_norm, lr,
     skipped_update}`.
     """
-
-    def micro_loss(params: Tree, rows: TrainBatch, held: Tree) -> tuple[jax.Array, Seen]:
-        value_BM = values(params | held, rows)
-        term_BM, stats = value_loss(value_BM, rows.old_logp, rows.advantage, rows.mask, clip=value_clip)
-        loss = weighted_sum(term_BM, rows.mask, rows.weight)
-        stats = {"critic/vf_clipfrac": stats["clipped"], "critic/vpred_mean": value_BM}
-        return loss, (_tally(loss, stats, rows.mask), value_BM)
 
     def metrics(tally: Tally, moved: Scalars) -> Scalars:
         means = {name: total / jnp.maximum(tally.tokens, 1.0) for name, total in tally.sums.items()}
         return tally.totals | means | {name.replace("actor/", "critic/"): x for name, x in moved.items()}
 
     return jit_update(
-        micro_loss,
+        critic_micro_loss(values, value_clip),
         optimizer,
         shardings=shardings,
         batch_shardings=batch_shardings,

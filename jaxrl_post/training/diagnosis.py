@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_post.training.micro_batches import micro
-from jaxrl_post.training.update import Seen, placed_gradient
+from jaxrl_post.training.update import no_survey, placed_gradient
 from sharding.placement import named_leaves
 from sharding.processes import fetch
 
 Tree = Any
-# (params, batch, n_micro, micro-batch) -> its loss, log-probs [B, M] and gradients
-Probe = Callable[[Tree, Tree, Any, Any], tuple[jax.Array, jax.Array, Tree]]
+# (params, batch, n_micro, micro-batch, *held) -> its loss, what the model said of each target and gradients
+Probe = Callable[..., tuple[jax.Array, jax.Array, Tree]]
 
 
 class Diagnosis(NamedTuple):
@@ -33,31 +33,33 @@ class Diagnosis(NamedTuple):
 
 
 def make_probe(
-    micro_loss: Callable[..., tuple[jax.Array, Seen]],
-    survey: Callable[[Tree, Tree, jax.Array], tuple[Any, ...]],
+    micro_loss: Callable[..., tuple[jax.Array, tuple[Any, jax.Array]]],
     params_shardings: Tree,
+    survey: Callable[[Tree, Tree, jax.Array], tuple[Any, ...]] = no_survey,
 ) -> Probe:
     """Jitted, from what `training.update.jit_update` is made of."""
 
-    def told(params: Tree, part: Tree, *found: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        loss, (_, said_BM) = micro_loss(params, part, *found)
+    def told(params: Tree, part: Tree, *beside: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        loss, (_, said_BM) = micro_loss(params, part, *beside)
         return loss, (loss, said_BM)
 
     gradient = placed_gradient(told, params_shardings)
 
-    def probe(params: Tree, batch: Tree, n_micro: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array, Tree]:
-        grads, (loss, said_BM) = gradient(params, micro(batch, i), *survey(params, batch, n_micro))
+    def probe(
+        params: Tree, batch: Tree, n_micro: jax.Array, i: jax.Array, *held: Tree
+    ) -> tuple[jax.Array, jax.Array, Tree]:
+        grads, (loss, said_BM) = gradient(params, micro(batch, i), *held, *survey(params, batch, n_micro))
         return loss, said_BM, grads
 
     return jax.jit(probe)
 
 
-def diagnose(probe: Probe, params: Tree, batch: Tree, n_micro: int) -> Diagnosis:
-    """The update on `params` [placed] of a packed batch [placed], without making it."""
+def diagnose(probe: Probe, params: Tree, batch: Tree, n_micro: int, *held: Tree) -> Diagnosis:
+    """The update on `params` [placed] of a packed batch [placed], without making it; `held` as in `jit_update`."""
     places = [*_bad_leaves("parameter", params), *_bad_elements(batch)]
     losses, total = [], None
     for i in range(n_micro):
-        loss, said_BM, grads = probe(params, batch, np.int32(n_micro), np.int32(i))
+        loss, said_BM, grads = probe(params, batch, np.int32(n_micro), np.int32(i), *held)
         losses.append(float(fetch(loss)))
         places += _bad_probe(i, losses[-1], fetch(said_BM), grads)
         total = grads if total is None else _added(total, grads)
@@ -69,7 +71,7 @@ def _bad_probe(i: int, loss: float, said_BM: np.ndarray, grads: Tree) -> Iterato
     where = np.argwhere(~np.isfinite(said_BM))
     if len(where):
         row, target = where[0].tolist()
-        yield f"log-prob of micro-batch {i}, row {row}, target {target} ({len(where)} of {said_BM.size})"
+        yield f"what the model says in micro-batch {i}, row {row}, target {target} ({len(where)} of {said_BM.size})"
     if not math.isfinite(loss):
         yield f"loss of micro-batch {i}: {loss}"
     yield from _bad_leaves(f"gradient of micro-batch {i} of", grads)

@@ -31,17 +31,24 @@ def make_taught_update(
 
     As `update.make_update`; metrics are the loss's and those of `update.apply_gradients`.
     """
-
-    def micro_loss(params: Tree, micro: TaughtBatch, teachers: Sequence[Tree]) -> tuple[jax.Array, Seen]:
-        made = forward(params, teachers, micro)
-        total, tally = loss(made, micro.rows)
-        return total, (tally, made["logp"])
-
     return jit_update(
-        micro_loss,
+        taught_micro_loss(forward, loss),
         optimizer,
         shardings=shardings,
         batch_shardings=batch_shardings,
         said_shardings=batch_shardings.rows.old_logp,
         held_shardings=(tuple(teacher_shardings),),
     )
+
+
+def taught_micro_loss(
+    forward: TaughtForward, loss: TaughtLoss
+) -> Callable[[Tree, TaughtBatch, Sequence[Tree]], tuple[jax.Array, Seen]]:
+    """`micro_loss` of `update.jit_update`; the teachers' weights are held."""
+
+    def micro_loss(params: Tree, micro: TaughtBatch, teachers: Sequence[Tree]) -> tuple[jax.Array, Seen]:
+        made = forward(params, teachers, micro)
+        total, tally = loss(made, micro.rows)
+        return total, (tally, made["logp"])
+
+    return micro_loss

@@ -85,8 +85,11 @@ def make_offline_update(
     `constant_shardings` (None: on every device). Metrics beside the loss's own are those of `update.apply_gradients`.
     """
 
+    measured = offline_micro_loss(forward, loss)
+
     def micro_loss(params: Tree, micro: OfflineBatch, constant: jax.Array) -> tuple[jax.Array, Scalars]:
-        return loss(forward(params, micro, constant), micro, constant)
+        total, (metrics, _) = measured(params, micro, constant)
+        return total, metrics
 
     gradient = placed_gradient(micro_loss, shardings.gradients)
 
@@ -104,6 +107,19 @@ def make_offline_update(
         in_shardings=(shardings.state, batch_shardings, constant_shardings or everywhere, everywhere),
         out_shardings=(shardings.results, everywhere),
     )
+
+
+def offline_micro_loss(
+    forward: Forward, loss: OfflineLoss
+) -> Callable[[Tree, OfflineBatch, Any], tuple[jax.Array, tuple[Scalars, jax.Array]]]:
+    """The loss of a micro-batch, its metrics and what the model said: log-probs [B, M], or scores [B, S]."""
+
+    def micro_loss(params: Tree, micro: OfflineBatch, constant: Any) -> tuple[jax.Array, tuple[Scalars, jax.Array]]:
+        made = forward(params, micro, constant)
+        total, metrics = loss(made, micro, constant)
+        return total, (metrics, made["logp"] if isinstance(made, dict) else made[0])
+
+    return micro_loss
 
 
 def make_evaluate(

@@ -52,11 +52,11 @@ def make_update(
     """A jitted `update(state, batch, n_micro) -> (state, metrics, logp)`; the state is donated.
 
     Gradients of the first `n_micro` (int32) micro-batches add up in float32; the weights in the batch already make
-    their sum the gradient of the whole update. With `n_micro` 0 or a gradient norm that is not finite, parameters and
-    moments stay as they are; `step`, and with it the learning-rate schedule, advances in any case.
+    their sum the gradient of the whole update. With `n_micro` 0, or a loss or gradient that is not finite, parameters
+    and moments stay as they are; `step`, and with it the learning-rate schedule, advances in any case.
     `token_loss` gets an entropy that carries a gradient only with `entropy_gradient`.
     Metrics are float32 scalars under verl's names: those of `loss.summarize`, `actor/grad_norm` (before clipping),
-    `actor/lr`, `actor/skipped_update` (1 when the norm was not finite).
+    `actor/lr`, `actor/skipped_update` (1 when loss or norm was not finite).
     `logp` float32 [A, B, M] is log π_θ of the targets before the update, 0 in micro-batches that were not used.
     A model with experts needs their options, `mixture`: routers add to loss and metrics as `training.routing` says. A
     `RoutedBatch` is computed along its choices.
@@ -231,12 +231,16 @@ def apply_gradients(
 
 
 def placed_gradient(loss: Callable[..., tuple[jax.Array, Any]], shardings: Tree) -> Callable[..., tuple[Tree, Any]]:
-    """From `loss(params, ...) -> (loss, tally)` to `(gradients, tally)`: float32, on these shardings."""
+    """From `loss(params, ...) -> (loss, tally)` to `(gradients, tally)`: float32, on these shardings.
+
+    Of a loss that is not finite no gradient is, so that its norm tells of both.
+    """
 
     def gradient(params: Tree, *arguments: Any) -> tuple[Tree, Any]:
-        grads, tally = jax.grad(loss, has_aux=True)(params, *arguments)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        return lax.with_sharding_constraint(grads, shardings), tally
+        (total, tally), grads = jax.value_and_grad(loss, has_aux=True)(params, *arguments)
+        grads = lax.with_sharding_constraint(jax.tree.map(lambda g: g.astype(jnp.float32), grads), shardings)
+        wrong = jnp.where(jnp.isfinite(total), 0.0, jnp.nan)
+        return jax.tree.map(lambda g: g + wrong, grads), tally
 
     return gradient
 
