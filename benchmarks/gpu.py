@@ -1,4 +1,5 @@
-"""What one accelerator does: agreement of sampler and trainer, tokens a second and share of the peak; prints JSON.
+"""What one accelerator does: sampler and trainer agree with each attention backend, tokens a second and share of the
+peak; prints JSON.
 
     python benchmarks/gpu.py [--out gpu.json] [--models qwen3-0.6b qwen3-8b] [--minutes 6]
     python benchmarks/gpu.py --compile h200:1x1     # no accelerator: its programs are compiled for one
@@ -16,7 +17,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def main() -> None:
 def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     begun = time.monotonic()
     results = [say(device())]
-    results += [say(agreement(dtype)) for dtype in ("float32", "bfloat16")]
+    results += [say(one) for dtype in ("float32", "bfloat16") for one in agreement(dtype)]
     for name in options.models:
         left = 60 * options.minutes - (time.monotonic() - begun)
         longest = SIZES[name][-1]
@@ -150,21 +151,31 @@ def trajectories(prompts: Sequence[tuple[int, ...]], rollout: Any, group: int) -
     ]
 
 
-def agreement(dtype: str) -> dict[str, Any]:
-    """The sampler's log-probs against the trainer's, on a tiny model; in float32 with float32 products."""
+def agreement(dtype: str) -> Iterator[dict[str, Any]]:
+    """The sampler's log-probs against those of a trainer with each attention backend, and the norm of the gradient that
+    it takes, on a tiny model; in float32 with float32 products."""
     import jax
 
     from jaxrl_post.loops.network import rollout_params
+
+    tiny = lambda attention: recipe("tiny", dtype=dtype, param_dtype="float32", attention=attention)
+    with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+        bench = build(tiny("xla"))
+        prompts, rollout = roll(bench, rollout_params(bench.job.network, bench.params), 1)
+        samples = trajectories(prompts, rollout, bench.job.config.rollout.samples_per_prompt)
+        for attention in ("xla", "flash", "cudnn"):
+            yield {"agreement": dtype, "attention": attention} | agrees(tiny(attention), samples)
+
+
+def agrees(config: Any, samples: list[Any]) -> dict[str, Any]:
     from jaxrl_post.observe.progress import Phases
 
-    with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-        bench = build(recipe("tiny", dtype=dtype, param_dtype="float32"))
-        prompts, rollout = roll(bench, rollout_params(bench.job.network, bench.params), 1)
-        group = bench.job.config.rollout.samples_per_prompt
-        state = bench.learner.start(bench.params)
-        _, metrics = bench.learner.learn(state, trajectories(prompts, rollout, group), Phases())
-    gap = metrics["rollout_corr/logp_abs_diff_max"]
-    return {"agreement": dtype, "logp_abs_diff_max": gap, "grad_norm": metrics["actor/grad_norm"]}
+    try:
+        bench = build(config)
+        _, metrics = bench.learner.learn(bench.learner.start(bench.params), samples, Phases())
+    except ValueError as error:  # a backend that cannot serve here says so
+        return {"refused": str(error)}
+    return {"logp_abs_diff_max": metrics["rollout_corr/logp_abs_diff_max"], "grad_norm": metrics["actor/grad_norm"]}
 
 
 def speed(name: str) -> dict[str, Any]:
@@ -180,7 +191,8 @@ def speed(name: str) -> dict[str, Any]:
         sampled = time.perf_counter()
         state, metrics = bench.learner.learn(state, trajectories(prompts, rollout, group), Phases())
         seconds = {"rollout_s": sampled - start, "update_s": time.perf_counter() - sampled}
-    return {"model": name} | rates(bench, seconds) | {"grad_norm": metrics["actor/grad_norm"]}
+    attention = bench.job.network.model.attention
+    return {"model": name, "attention": attention} | rates(bench, seconds) | {"grad_norm": metrics["actor/grad_norm"]}
 
 
 def rates(bench: Bench, seconds: dict[str, float]) -> dict[str, Any]:

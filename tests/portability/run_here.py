@@ -1,4 +1,4 @@
-"""Run as `python run_here.py [PLATFORM]`: one step of a tiny run in float32 on the first device; prints JSON.
+"""Run as `python run_here.py ATTENTION [PLATFORM]`: one step of a tiny run in float32 on the first device; prints JSON.
 
 A process of its own: the tests' process is told to look for CPUs alone.
 """
@@ -8,8 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-if len(sys.argv) > 1:
-    os.environ["JAX_PLATFORMS"] = sys.argv[1]
+if len(sys.argv) > 2:
+    os.environ["JAX_PLATFORMS"] = sys.argv[2]
 else:
     os.environ.pop("JAX_PLATFORMS", None)
 
@@ -26,7 +26,7 @@ from jaxrl_post.observe.progress import Phases  # noqa: E402
 
 
 def main() -> None:
-    bench = gpu.build(gpu.recipe("tiny", dtype="float32", param_dtype="float32", remat="none"))
+    bench = gpu.build(gpu.recipe("tiny", dtype="float32", param_dtype="float32", remat="none", attention=sys.argv[1]))
     prompts, rollout = gpu.roll(bench, rollout_params(bench.job.network, bench.params), 1)
     samples = gpu.trajectories(prompts, rollout, bench.job.config.rollout.samples_per_prompt)
     state, metrics = bench.learner.learn(bench.learner.start(bench.params), samples, Phases())

@@ -5,6 +5,7 @@
 On a machine without an accelerator the numerics run on the CPU alone, and the summary says so.
 """
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -22,25 +23,30 @@ ONLINE = [
 ]  # fmt: skip
 
 
-def run(script, *arguments):
+def attempt(script, *arguments):
     environ = os.environ | {
         "PYTHONPATH": str(ROOT),
         "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiles in half the time
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
     }
-    done = subprocess.run(
-        [sys.executable, HERE / script, *arguments], capture_output=True, text=True, timeout=590, cwd=ROOT, env=environ
-    )
+    command = [sys.executable, HERE / script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=590, cwd=ROOT, env=environ)
+
+
+def run(script, *arguments):
+    done = attempt(script, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def test_a_step_gives_the_same_numbers_on_whatever_is_here(did):
+@pytest.mark.parametrize("attention", ["xla", pytest.param("flash", marks=pytest.mark.slow)])
+def test_a_step_gives_the_same_numbers_on_whatever_is_here(attention, did):
     """Ids of 8 samples, their log-probs, the loss, the gradient's norm and the weights after the update.
 
-    `expected.json` is what a CPU gave: `python tests/portability/run_here.py cpu > tests/portability/expected.json`.
+    `expected.json` is what a CPU gave: `python run_here.py xla cpu > expected.json`.
+    cuDNN has no float32: benchmarks/gpu.py compares it.
     """
-    here, expected = run("run_here.py")[-1], json.loads((HERE / "expected.json").read_text())
+    here, expected = run("run_here.py", attention)[-1], json.loads((HERE / "expected.json").read_text())
     assert here["ids"] == expected["ids"]
     for ours, theirs in zip(here["logp"], expected["logp"], strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
@@ -48,7 +54,7 @@ def test_a_step_gives_the_same_numbers_on_whatever_is_here(did):
     np.testing.assert_allclose(here["loss"], expected["loss"], rtol=0, atol=1e-4)
     for name in ("grad_norm", "weights"):
         np.testing.assert_allclose(here[name], expected[name], rtol=1e-3)
-    did(here["platform"], f"sampled and updated with the CPU's numbers ({here['device']})")
+    did(here["platform"], f"sampled and updated with {attention} attention and the CPU's numbers ({here['device']})")
 
 
 @pytest.mark.slow
@@ -58,3 +64,33 @@ def test_the_update_of_every_online_method_compiles_for_hardware_that_is_not_her
     compiled = run("compile_updates.py", target, *recipes)
     assert [line["recipe"] for line in compiled] == recipes
     did(target, f"compiled the updates of {len(compiled)} online methods")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "attention", "kernel"),
+    [
+        ("h200:1x1", "xla", None),
+        ("h200:1x1", "flash", "flash_attend"),
+        ("h200:1x1", "cudnn", "__cudnn$fmhaScaleBiasSoftmax"),
+        ("v5e:2x2", "xla", None),
+        ("v5e:2x2", "flash", "flash_attend"),
+    ],
+)
+def test_both_layouts_of_rows_compile_with_each_backend(target, attention, kernel, did):
+    """Groups that share a prompt as branches of a row, and one sample after another."""
+    recipe = f"configs/tiny/grpo.yaml,model.attention={attention}"
+    if attention == "cudnn" and importlib.util.find_spec("nvidia.cudnn") is None:
+        assert (
+            "model.attention=cudnn needs cuDNN: pip install nvidia-cudnn-cu13"
+            in attempt("compile_updates.py", target, recipe).stderr
+        )
+        did(target, "refused cudnn attention: cuDNN, which compiles it, is not installed (nvidia-cudnn-cu13)")
+        return
+    compiled = run("compile_updates.py", target, recipe, f"{recipe},training.share_prefix=false")
+    assert len(compiled) == 2
+    for line in compiled:
+        assert line["attention"] == attention
+        own = [name for name in line["kernels"] if name.startswith(("flash", "__cudnn"))]
+        assert kernel in own if kernel else not own
+    did(target, f"compiled both layouts of rows with {attention} attention")
