@@ -11,6 +11,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import next_power_of_2
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_post.models.attention import Columns, packed_attention, visible
@@ -21,35 +22,55 @@ from jaxrl_post.models.placement import Placement
 from jaxrl_post.models.sequence import Attention
 
 CUDNN_WIDEST = 128  # a head; 256 on Hopper alone
+GPU_WIDEST = 512  # bytes of a head in a block of flash; 1024 take 256 KiB of the 227 that an H200 has
 
 
 def choose(asked: Literal["auto"] | Backend, model: ModelConfig, platform: Platform, ring: bool) -> Backend:
     """The backend of a model on a platform; `ring`: rows are cut over devices whose attention is a ring.
 
-    `auto` is flash where there are kernels, in bfloat16: a float32 product has no such units there.
+    `auto` is flash where it runs as kernels and can serve, in bfloat16: float32 products are exact in it, and slow.
 
     Raises: ValueError for a backend asked for that cannot serve.
     """
     if asked == "auto":
-        return "flash" if platform != "cpu" and model.dtype == "bfloat16" and not ring else "xla"
+        compiled = platform != "cpu" and model.dtype == "bfloat16"
+        return "flash" if compiled and not _obstacle("flash", model, platform, ring) else "xla"
     if reason := _obstacle(asked, model, platform, ring):
         raise ValueError(f"model.attention={asked}: {reason}")
     return asked
 
 
 def _obstacle(backend: Backend, model: ModelConfig, platform: Platform, ring: bool) -> str | None:
-    if backend == "xla":
-        return None
-    if ring:
+    """Why it cannot serve, and what to set instead."""
+    if ring and backend != "xla":
         return (
             "a ring computes attention itself, block by block: set training.sequence_attention=ulysses, or "
             "model.attention=xla"
         )
-    if backend == "cudnn" and platform != "gpu":
+    match backend:
+        case "flash":
+            return _too_wide(model) if platform == "gpu" else None
+        case "cudnn":
+            return _obstacle_to_cudnn(model, platform)
+    return None
+
+
+def _too_wide(model: ModelConfig) -> str | None:
+    width = next_power_of_2(model.head_dim) * jnp.dtype(model.dtype).itemsize
+    if width <= GPU_WIDEST:
+        return None
+    return (
+        f"a GPU's shared memory holds blocks of heads up to {GPU_WIDEST} bytes wide, and this model's are "
+        f"{model.head_dim} × {model.dtype}, {width} bytes: take auto or xla"
+    )
+
+
+def _obstacle_to_cudnn(model: ModelConfig, platform: Platform) -> str | None:
+    if platform != "gpu":
         return f"cuDNN runs on NVIDIA's GPUs, and these devices are a {platform}'s: take auto, flash or xla"
-    if backend == "cudnn" and model.dtype != "bfloat16":
+    if model.dtype != "bfloat16":
         return f"cuDNN's attention is bfloat16, and model.dtype={model.dtype}: set model.dtype=bfloat16, or take xla"
-    if backend == "cudnn" and (model.head_dim % 8 or model.head_dim > CUDNN_WIDEST):
+    if model.head_dim % 8 or model.head_dim > CUDNN_WIDEST:
         return (
             f"cuDNN's heads are multiples of 8 up to {CUDNN_WIDEST} wide, and this model's are {model.head_dim}: take "
             "auto, flash or xla"

@@ -40,12 +40,21 @@ FLASH = dataclasses.replace(CASES["qwen3"], attention="flash", platform="cpu")
 def test_auto_picks_kernels_where_they_serve(platform, dtype, ring, picked):
     model = dataclasses.replace(BFLOAT16, dtype=dtype)
     assert backends.choose("auto", model, platform, ring) == picked
+    wide = dataclasses.replace(model, head_dim=264)
+    assert backends.choose("auto", wide, platform, ring) == ("xla" if platform == "gpu" else picked)
 
 
 @pytest.mark.parametrize(
     ("asked", "changes", "platform", "ring", "words"),
     [
         ("flash", {}, "gpu", True, ["model.attention=flash", "sequence_attention=ulysses", "model.attention=xla"]),
+        (
+            "flash",
+            {"head_dim": 264},
+            "gpu",
+            False,
+            ["model.attention=flash", "up to 512 bytes", "264 × bfloat16"],
+        ),
         ("cudnn", {}, "gpu", True, ["model.attention=cudnn", "sequence_attention=ulysses"]),
         ("cudnn", {}, "tpu", False, ["cudnn", "NVIDIA", "tpu", "flash or xla"]),
         ("cudnn", {"dtype": "float32"}, "gpu", False, ["cudnn", "model.dtype=float32", "model.dtype=bfloat16"]),
