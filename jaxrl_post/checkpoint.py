@@ -101,6 +101,10 @@ class Checkpointer:
             log.warning("ignoring %s: its save has not finished", path)
         return from_first(lambda: max(self._steps(), default=None))
 
+    def steps(self) -> list[int]:
+        """All that are complete on disk, the oldest first."""
+        return sorted(self._steps())
+
     def restore(self, step: int, abstract: Tree, partial: bool = False) -> tuple[Tree, dict[str, Any]]:
         """Arrays in the structure and on the shardings of `abstract`, bit for bit as saved, and the host state.
 

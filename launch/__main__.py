@@ -13,7 +13,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from jaxrl_post import recipes
 from jaxrl_post.config import Config
@@ -27,7 +27,7 @@ from launch.supervisor import Cast, add_options, check_supervised, supervise
 TRAIN_USAGE = "python -m launch CONFIG [section.key=value ...] [--print-config] [--processes N]"
 OTHER_USAGES = (
     "python -m launch fetch NAME",
-    "python -m launch export RUN_DIR --to DIR",
+    "python -m launch export RUN_DIR --to DIR [--step N|best]",
     "python -m launch pairs RUN_DIR --to DIR",
     "python -m launch evaluate CONFIG|RUN_DIR [section.key=value ...] [--weights RUN_DIR]",
     "python -m launch sample CONFIG|RUN_DIR [section.key=value ...] --prompt TEXT",
@@ -126,14 +126,15 @@ def _fetch(words: Sequence[str]) -> None:
 def _export(words: Sequence[str]) -> None:
     parser = _Parser(
         prog="python -m launch export",
-        description="Write the newest checkpoint of a run as a Hugging Face folder: safetensors, config, tokenizer.",
+        description="Write a checkpoint of a run as a Hugging Face folder: safetensors, config, tokenizer.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run_dir of a recipe that was trained")
     parser.add_argument("--to", metavar="DIR", required=True, help="the folder to write")
+    _add_step(parser)
     arguments = parser.parse_args(words)
     from launch.export import export
 
-    export(arguments.run_dir, arguments.to)
+    export(arguments.run_dir, arguments.to, arguments.step)
 
 
 def _pairs(words: Sequence[str]) -> None:
@@ -164,7 +165,7 @@ def _evaluate(words: Sequence[str]) -> None:
     from launch.evaluate import evaluate
 
     enable()
-    evaluate(source, given.overrides, weights, given.samples, given.train, given.json)
+    evaluate(source, given.overrides, weights, given.samples, given.train, given.json, given.step)
 
 
 def _sample(words: Sequence[str]) -> None:
@@ -184,7 +185,7 @@ def _sample(words: Sequence[str]) -> None:
     enable()
     file, to = (Path(path) if path else None for path in (given.file, given.to))
     asked = Asked(given.prompt, file, given.samples, given.max_tokens, given.temperature, given.stream, to)
-    sample(source, given.overrides, weights, asked)
+    sample(source, given.overrides, weights, asked, given.step)
 
 
 def _serve(words: Sequence[str]) -> None:
@@ -212,7 +213,7 @@ def _serve(words: Sequence[str]) -> None:
         given.host, given.port, key_file, given.name, given.slots, given.max_queue, given.context, given.steps,
         given.timeout, not given.no_warm_up,
     )  # fmt: skip
-    serve(source, given.overrides, weights, asked)
+    serve(source, given.overrides, weights, asked, given.step)
 
 
 def _manifest(scheduler: str, words: Sequence[str]) -> None:
@@ -248,7 +249,22 @@ def _policy_parser(command: str, description: str) -> _Parser:
     parser.add_argument("source", metavar="CONFIG|RUN_DIR", help="a recipe, or the folder of its run")
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="as in training")
     parser.add_argument("--weights", metavar="RUN_DIR", help="take the newest weights of this run (online or offline)")
+    _add_step(parser)
     return parser
+
+
+def _add_step(parser: _Parser) -> None:
+    parser.add_argument(
+        "--step", metavar="N|best", type=_step, help="of which step, or of the best (checkpoint.keep_best); the newest"
+    )
+
+
+def _step(word: str) -> int | Literal["best"]:
+    if word == "best":
+        return "best"
+    if not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"{word!r} is neither a step nor best")
+    return int(word)
 
 
 def _policy_paths(given: argparse.Namespace) -> tuple[Path, Path | None]:
@@ -291,7 +307,9 @@ def _train_arguments(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--print-config", action="store_true", help="print the effective recipe and stop")
     parser.add_argument("--rollout-only", action="store_true", help="sample and grade `steps` times, learn nothing")
-    parser.add_argument("--rollouts", metavar="DIR", help="train on RUN_DIR/rollouts of another run, sample nothing")
+    parser.add_argument(
+        "--rollouts", metavar="DIR", help="train on what another run sampled, RUN_DIR or RUN_DIR/rollouts"
+    )
     parser.add_argument(
         "--replay", metavar="DUMP", help="make one update again that was kept in RUN_DIR/faults, and look into it"
     )

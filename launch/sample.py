@@ -17,6 +17,7 @@ from jaxrl_post.data.jsonl import Row, read_rows
 from jaxrl_post.data.prompts import prompt_of
 from jaxrl_post.loops.decoding import text_of
 from jaxrl_post.loops.policy import Policy
+from jaxrl_post.loops.run_folder import Which
 from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.rollout.schedule import SampleOptions
 from jaxrl_post.rollout.step_records import Burst, Request
@@ -42,7 +43,7 @@ class Asked:
     to: Path | None
 
 
-def sample(source: Path, overrides: Sequence[str], weights: Path | None, asked: Asked) -> None:
+def sample(source: Path, overrides: Sequence[str], weights: Path | None, asked: Asked, which: Which = None) -> None:
     """Stream the one sample of one prompt, or write JSON lines {prompt, completion, ids, logp, stop}, to `to` or to
     standard output.
 
@@ -53,7 +54,7 @@ def sample(source: Path, overrides: Sequence[str], weights: Path | None, asked: 
     single = len(rows) * asked.samples == 1
     if asked.stream and not single:
         raise ValueError(f"--stream shows one sample, not {len(rows)} prompts × {asked.samples}: leave it out")
-    policy = read_policy(source, overrides, weights)
+    policy = read_policy(source, overrides, weights, which)
     prompts = [prompt_of(row, policy.tokenizer, policy.config.data, f"prompt {i}") for i, row in enumerate(rows)]
     print(f"{policy.source}: {len(prompts)} prompts × {asked.samples}", file=sys.stderr, flush=True)
     options = _options(policy, asked)

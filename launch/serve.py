@@ -12,6 +12,7 @@ from pathlib import Path
 from starlette.applications import Starlette
 
 from jaxrl_post.loops.policy import Policy
+from jaxrl_post.loops.run_folder import Which
 from jaxrl_post.rollout.decoding import Decoding, check
 from jaxrl_post.rollout.stepper import StepEngine
 from jaxrl_post.serving.openai_api import Served
@@ -40,7 +41,7 @@ class Asked:
     warm_up: bool
 
 
-def serve(source: Path, overrides: Sequence[str], weights: Path | None, asked: Asked) -> None:
+def serve(source: Path, overrides: Sequence[str], weights: Path | None, asked: Asked, which: Which = None) -> None:
     """Serve until SIGTERM or SIGINT; requests under way are answered first, then exit code 0. Sampling options that a
     request does not name are those of the recipe's rollout section, but for the number of tokens.
 
@@ -50,7 +51,7 @@ def serve(source: Path, overrides: Sequence[str], weights: Path | None, asked: A
     key = read_key(asked.key_file)
     sock = listen(asked.host, asked.port)
     name = asked.name or source.stem
-    app, origin = make_application(source, overrides, weights, asked, name, key)
+    app, origin = make_application(source, overrides, weights, asked, name, key, which)
     if key is None and asked.host not in LOOPBACK:
         print(f"warning: {asked.host} is open to other machines and no key is asked for", file=sys.stderr)
     host, port = sock.getsockname()[:2]
@@ -74,10 +75,16 @@ def _check_numbers(asked: Asked) -> None:
 
 
 def make_application(
-    source: Path, overrides: Sequence[str], weights: Path | None, asked: Asked, name: str, key: str | None
+    source: Path,
+    overrides: Sequence[str],
+    weights: Path | None,
+    asked: Asked,
+    name: str,
+    key: str | None,
+    which: Which = None,
 ) -> tuple[Starlette, str]:
     """The application, and where its weights come from. It holds them as the engine reads them and in no other way."""
-    policy = read_policy(source, overrides, weights)
+    policy = read_policy(source, overrides, weights, which)
     own = Decoding(**own_decoding(policy))
     check(own, policy.network.model.vocab_size)
     served = Served(name, policy.tokenizer, _system_prompt(policy), asked.seconds, own)

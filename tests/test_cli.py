@@ -118,9 +118,11 @@ def test_commands_hand_over_what_was_typed(stand_in, capsys):
     fetch = stand_in("launch.fetch", "fetch", lambda name: Path("/cache") / name)
     export = stand_in("launch.export", "export")
     assert main([TINY, "steps=9"]) == main(["fetch", "some-model"]) == main(["export", "runs/x", "--to", "out"]) == 0
+    assert main(["export", "runs/x", "--to", "out", "--step", "9"]) == 0
+    assert main(["export", "runs/x", "--to", "out", "--step", "best"]) == 0
     assert run == [(recipes.load(TINY, ["steps=9"]),)]
     assert fetch == [("some-model",)]
-    assert export == [("runs/x", "out")]
+    assert export == [("runs/x", "out", None), ("runs/x", "out", 9), ("runs/x", "out", "best")]
     assert capsys.readouterr().out == "/cache/some-model\n"
 
 

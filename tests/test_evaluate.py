@@ -55,6 +55,22 @@ def test_a_run_is_evaluated_with_its_newest_weights(run_dir, capsys):
     assert f"{run_dir}, step 1: 3 held-out prompts" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--step", "7"), "--step 7: {run} has no step 7; its checkpoints are of 1"),
+        (("--step", "best"), "--step best: {run} keeps no best step (checkpoint.keep_best); its checkpoints are of 1"),
+        (("--step", "last"), "argument --step: 'last' is neither a step nor best"),
+    ],
+)
+def test_a_step_that_is_not_there_is_refused(run_dir, words, said, capsys, tmp_path):
+    for command in (("evaluate",), ("export", "--to", str(tmp_path / "out")), ("sample", "--prompt", "x")):
+        assert main([command[0], str(run_dir), *command[1:], *words]) == 2
+        assert said.format(run=run_dir) in capsys.readouterr().err
+    assert main(["evaluate", TINY, "--step", "1"]) == 2
+    assert "--step 1 is one of a run's checkpoints: give its RUN_DIR, or --weights" in capsys.readouterr().err
+
+
 def test_weights_of_another_run_serve_a_recipe(run_dir, capsys):
     words = ["evaluate", TINY, *SMALL[1:], "--weights", str(run_dir), "--samples", "2", "--train"]
     assert main(words) == 0

@@ -41,7 +41,7 @@ def learned(record):
 def test_halves_of_a_run_do_what_the_whole_does(tmp_path):
     """Updates on dumped rollouts give the same numbers bit by bit; rollouts alone are those before any update."""
     whole = launched(tmp_path / "whole", "debug.check_layouts=true")
-    again = launched(tmp_path / "again", "--rollouts", str(tmp_path / "whole" / "rollouts"))
+    again = launched(tmp_path / "again", "--rollouts", str(tmp_path / "whole"))
     assert [learned(record) for record in again] == [learned(record) for record in whole]
     assert any(record.get("actor/grad_norm", 0) > 0 for record in whole)
     assert all(rollouts(tmp_path / "again", step) == rollouts(tmp_path / "whole", step) for step in (1, 2, 3))

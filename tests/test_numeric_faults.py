@@ -15,7 +15,7 @@ from jaxrl_post.loops.faulty_update import NumericFaultError
 from jaxrl_post.loops.job import build
 from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.network import initial_params
-from jaxrl_post.observe.alerts import Alerts, as_metrics
+from jaxrl_post.observe.alerts import Alerts, FailedRewardsError, as_metrics
 from jaxrl_post.observe.progress import Phases
 from jaxrl_post.training.optimizer import make_optimizer
 from jaxrl_post.training.state import TrainState
@@ -150,6 +150,24 @@ def looked(values, name="critic/rewards/mean", **options):
 )
 def test_jumps(values, alarms):
     assert looked(values, window=8) == alarms
+
+
+def test_rewards_that_fail_on_all_samples_raise_an_alarm_and_end_the_run_where_asked():
+    alerts = Alerts(Options(failed_reward_steps=2))
+    failed = {"reward/all_failed": 1.0, "reward/failed": 8.0, "reward/timeouts": 6.0, "reward/crashes": 2.0}
+    assert alerts.look(failed) == {
+        "reward/all_failed": "a reward failed on all of its samples (8 failed, 6 timeouts, 2 crashes)"
+    }
+    alerts.check()
+    assert alerts.look(failed | {"reward/all_failed": 0.0}) == {}
+    alerts.look(failed)
+    alerts.check()
+    alerts.look(failed)
+    with pytest.raises(FailedRewardsError, match=r"alerts.failed_reward_steps=2: a reward failed on all samples"):
+        alerts.check()
+    patient = Alerts(Options())
+    assert all(patient.look(failed) for _ in range(9))
+    patient.check()
 
 
 def test_limits_and_what_is_told():

@@ -1,5 +1,6 @@
 """Foreign graders: each fault costs its own sample and no other, within the limit, and leaves no process."""
 
+import dataclasses
 import os
 import pathlib
 import signal
@@ -55,6 +56,9 @@ def score(prompts, completions, rows):
         case "none":
             return [None]
     return [len(completion) / 7]
+
+def wait(prompts, completions, rows):
+    time.sleep(1000)
 
 def spread(prompts, completions, rows):
     return [float(len(set(completions)))] * len(completions)
@@ -149,10 +153,37 @@ def test_a_fault_costs_its_own_sample_alone(pool, text, timeouts, crashes):
     scores = in_thread(lambda: pool(responses("a", "abc", text, "abcde")))
     assert time.monotonic() - began < (1.5 if timeouts else 0) + 8  # two seconds and what a busy machine adds
     assert scores.total_N.tolist() == [1 / 7, 3 / 7, -1.0, 5 / 7]
-    assert pool.collect() == {"reward/failed": 1.0, "reward/timeouts": timeouts, "reward/crashes": crashes}
+    assert pool.collect() == {
+        "reward/failed": 1.0,
+        "reward/timeouts": timeouts,
+        "reward/crashes": crashes,
+        "reward/all_failed": 0.0,
+    }
     assert pool.collect()["reward/failed"] == 0
     assert len(children()) == 1
     assert not sleepers()
+
+
+def test_a_batch_that_hangs_whole_is_told():
+    """Of two rewards one grades: what the other failed at is counted against its own samples."""
+    reward = build_reward(
+        config_rewards.WeightedReward(
+            kind="weighted",
+            parts={
+                name: {"reward": {"kind": "function", "function": "hostile_grader:score", "workers": 1, "timeout": 1.0}}
+                for name in ("one", "two")
+            },
+        ),
+        SETTING,
+    )
+    hanging = dataclasses.replace(reward, graders=(reward.graders[0], reward_of("wait", timeout=0.5).graders[0]))
+    try:
+        assert hanging(responses("a", "exit")).heads_NK.tolist() == [[1 / 7, 0.0], [0.0, 0.0]]
+        told = {"reward/failed": 3.0, "reward/timeouts": 2.0, "reward/crashes": 1.0, "reward/all_failed": 1.0}
+        assert hanging.collect() == told
+    finally:
+        hanging.close()
+        reward.close()
 
 
 def test_a_grader_may_use_alarms_and_workers_are_kept(pool):

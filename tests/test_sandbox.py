@@ -122,7 +122,7 @@ def test_a_reward_of_code_in_workers():
         prompts = [Prompt((1,), "q", row)] * len(texts)
         responses = [Response(p, text, np.array([2])) for p, text in zip(prompts, texts, strict=True)]
         np.testing.assert_allclose(reward(responses).total_N, expected)
-        assert reward.collect() == {"reward/failed": 0, "reward/timeouts": 0, "reward/crashes": 0}
+        assert set(reward.collect().values()) == {0.0}
         reward.close()
 
 

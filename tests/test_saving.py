@@ -7,6 +7,7 @@ import pytest
 from jaxrl_post import recipes
 from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.config_checkpoint import Checkpoint
+from jaxrl_post.loops.metric_names import Names
 from jaxrl_post.loops.online import run
 from jaxrl_post.loops.saving import Saves
 
@@ -24,7 +25,7 @@ def saves():
 
     def make(evaluates=True, **keys):
         clock = Clock()
-        return Saves(Checkpoint(**keys), 100, evaluates, clock), clock
+        return Saves(Checkpoint(**keys), 100, evaluates, clock=clock), clock
 
     return make
 
@@ -73,16 +74,53 @@ def test_the_best_step_is_saved_when_it_comes_and_the_record_survives(saves):
     assert [step for step, loss in enumerate([3.0, 2.0, 2.5, 1.0]) if other.due(step, {"loss": loss})] == [0, 1, 3]
 
 
-def test_a_metric_that_never_comes_is_an_error(saves):
-    decides, _ = saves(keep_best={"metric": "critic/score"})
-    with pytest.raises(ValueError, match=r"keep_best\.metric=critic/score: no such metric .* critic/score/mean"):
-        decides.due(1, {"critic/score/mean": 1.0, "loss": 1.0})
+def test_a_best_of_evaluations_needs_some(saves):
     with pytest.raises(ValueError, match=r"keep_best\.metric=val-core/x comes from evaluations and the run makes none"):
         saves(evaluates=False, keep_best={"metric": "val-core/x"})
+
+
+@pytest.mark.parametrize(
+    ("metric", "near"),
+    [
+        ("critic/score", "one of critic/score/"),
+        ("critic/vf_loss", "one of critic/"),  # of PPO alone
+        ("val-core/arithmetic/acc", "one of val-core/arithmetic_add/acc/mean@1, "),
+        ("accuracy", "actor/…, "),
+        ("timing_s/gen", "when a step is saved"),
+        ("reward/failed", "when a step is saved; name one of critic/rewards/"),
+    ],
+)
+def test_a_metric_that_no_step_has_is_refused_before_the_first(metric, near, tmp_path):
+    with pytest.raises(ValueError, match=rf"keep_best\.metric={metric}: no such metric in this run.*{near}"):
+        run(recipes.load("configs/tiny/grpo.yaml", [
+            f"run_dir={tmp_path / 'run'}", "checkpoint.keep_best={metric: " + metric + "}", "mesh.fsdp=1",
+            "mesh.allow_unused_devices=true", "data.task.high=3",
+        ]))  # fmt: skip
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("metric", ["actor/entropy", "training/filter_groups/batches", "critic/score/mean"])
+def test_names_that_only_a_run_can_tell_are_let_through(metric, saves):
+    names = Names(frozenset({"critic/score/mean"}), frozenset({"actor", "training"}))
+    assert names.may_have(metric)
+    assert Names().may_have(metric)
+    assert not Names().may_have("timing_s/step")
+
+
+def test_a_step_without_the_metric_is_told_once_and_goes_on(saves, caplog):
+    """A step without signal has no metrics of the policy, which is no reason to end a run."""
+    decides, _ = saves(keep_best={"metric": "actor/entropy"})
+    assert not decides.due(1, {"actor/entropie": 1.0, "loss": 1.0})
+    assert not decides.due(2, {"loss": 1.0})
+    [record] = caplog.records
+    assert "keep_best.metric=actor/entropy: this step has no such metric" in record.getMessage()
+    assert "nearest actor/entropie" in record.getMessage()
+    assert decides.due(3, {"actor/entropy": 2.0})
     decides, _ = saves(keep_best={"metric": "val-core/y"})
-    assert not decides.due(1, {"loss": 1.0})
-    with pytest.raises(ValueError, match=r"val-core/y: no such metric .* nearest val-core/x"):
-        decides.due(2, {"val-core/x": 1.0})
+    assert not decides.due(1, {"loss": 1.0})  # no evaluation
+    assert len(caplog.records) == 1
+    assert not decides.due(2, {"val-core/x": 1.0})
+    assert "nearest val-core/x" in caplog.records[1].getMessage()
 
 
 @pytest.mark.parametrize("before", ["10:00", "1:60:00", "x", 0, "00:00:00", -5])

@@ -18,7 +18,7 @@ from jaxrl_post.loops.groups import Samples
 from jaxrl_post.loops.job import Job
 from jaxrl_post.loops.measures import Metrics
 from jaxrl_post.models.decoder import Params
-from jaxrl_post.observe.metrics import rollout_file
+from jaxrl_post.observe.metrics import ROLLOUTS, rollout_file
 from jaxrl_post.observe.progress import Phases
 from jaxrl_post.rewards.reward import Scores
 from jaxrl_post.rollout.sampler import Rollout
@@ -57,7 +57,8 @@ class DumpedRollouts:
 
     def __init__(self, job: Job, folder: Path, stream: PromptStream) -> None:
         """Raises: ValueError for a recipe whose samples a dump does not hold in full, and for missing steps."""
-        self._job, self._folder, self._stream = job, folder, stream
+        inside = folder / ROLLOUTS  # of a run's folder
+        self._job, self._folder, self._stream = job, inside if inside.is_dir() else folder, stream
         config = job.config
         if config.rollout.partial or config.model.moe.routing_replay:
             key = "rollout.partial" if config.rollout.partial else "model.moe.routing_replay"
@@ -65,8 +66,8 @@ class DumpedRollouts:
         missing = [step for step in range(1, config.steps + 1) if not self._file(step).is_file()]
         if missing:
             raise ValueError(
-                f"--rollouts {folder}: there is no {self._file(missing[0]).name}; give the rollouts/ of a run and at "
-                f"most as many `steps`, not {config.steps}"
+                f"--rollouts {folder}: there is no {self._file(missing[0]).name}; give the folder of a run that dumped "
+                f"its rollouts (or that rollouts/), and at most as many `steps`, not {config.steps}"
             )
         self._prompts = {_key(prompt.ids, prompt.row): prompt for prompt in job.train_prompts}
 

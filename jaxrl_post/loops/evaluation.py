@@ -16,19 +16,24 @@ from jaxrl_post.loops.job import Job, build
 from jaxrl_post.loops.measures import Metrics
 from jaxrl_post.loops.network import rollout_params
 from jaxrl_post.loops.policy import policy_params
+from jaxrl_post.loops.run_folder import Which
 from jaxrl_post.rollout.sampler import Rollout, Sampler
 from jaxrl_post.types import Prompt
 
 
 def evaluate(
-    config: Config, weights: Path | None, train: bool = False, say: Callable[[str], None] = lambda line: None
+    config: Config,
+    weights: Path | None,
+    train: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+    which: Which = None,
 ) -> Metrics:
     """`val-core/TASK/acc/*`: mean@1 of a greedy answer, mean@n and best@k/mean of n = `rollout.samples_per_prompt`
     samples, for every power of two k ≤ n.
 
     Args:
       config: the task, reward and sampling; its algorithm is not looked at.
-      weights: the run whose newest checkpoint is the policy; None is the recipe's own model.
+      weights: the run whose checkpoint, by `which`, is the policy; None is the recipe's own model.
       train: answer the training prompts (at most `evaluation.max_prompts`) instead of the held-out ones.
       say: told what is going on.
 
@@ -43,7 +48,7 @@ def evaluate(
             "evaluate the training prompts"
         )
     network = job.network
-    params, source = policy_params(network, config.seed, weights)
+    params, source = policy_params(network, config.seed, weights, which)
     sampler = Sampler(network.graphdef, network.model, network.mesh, job.stop_ids, job.token_bytes)
     params = rollout_params(network, params)
     say(f"{source}: {len(prompts)} {'training' if train else 'held-out'} prompts of {job.task_name}")

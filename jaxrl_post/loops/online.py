@@ -22,6 +22,7 @@ from jaxrl_post.loops.job import Job, build
 from jaxrl_post.loops.layouts import check_layouts
 from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.measures import Metrics, part_metrics, sample_metrics
+from jaxrl_post.loops.metric_names import online_names
 from jaxrl_post.loops.network import initial_params, rollout_params
 from jaxrl_post.loops.out_of_memory import memory_explained
 from jaxrl_post.loops.run_folder import check_processes, due, last_step, write_config
@@ -54,7 +55,8 @@ def run(config: Config, rollouts: Path | None = None) -> None:
         run_dir = together(lambda: make_run_dir(config.run_dir))
         checkpoints = Checkpointer(run_dir / "checkpoints", config.checkpoint.keep_last)
         done = last_step(checkpoints, config)
-        saves = Saves(config.checkpoint, config.steps, config.evaluation.enabled and bool(job.held_out))
+        evaluates = config.evaluation.enabled and bool(job.held_out)
+        saves = Saves(config.checkpoint, config.steps, evaluates, online_names(job, evaluates))
         if done >= config.steps:
             print(f"{run_dir} is at step {done} of {config.steps} already: give more `steps`, or another `run_dir`")
             return
@@ -118,6 +120,7 @@ def run(config: Config, rollouts: Path | None = None) -> None:
             now.write(step, metrics)
             for reason in reasons.values():
                 progress.note(f"alert: step {step}: {reason}")
+            alerts.check()
             if stopping:
                 progress.note(STOPPED.format(step=step))
                 break

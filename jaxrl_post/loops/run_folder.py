@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -25,6 +26,7 @@ from jaxrl_post.observe.progress import Progress
 from sharding.processes import check_same, is_first, meet, together
 
 log = logging.getLogger(__name__)
+Which = int | Literal["best"] | None  # of a run's checkpoints; None is the newest
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHARED_SECONDS = 60  # that network storage may take to show a file to another host
 
@@ -121,14 +123,26 @@ def due(step: int, every: int, steps: int) -> bool:
     return step == steps or bool(every and step % every == 0)
 
 
-def newest_params(run_dir: Path, abstract: Params) -> tuple[Params, int]:
-    """The weights of a run's newest complete checkpoint in the structure and on the shardings of `abstract`, and its
+def saved_params(run_dir: Path, abstract: Params, which: Which = None) -> tuple[Params, int]:
+    """The weights of one of a run's complete checkpoints in the structure and on the shardings of `abstract`, and its
     step.
 
-    Raises: ValueError as `newest_step`, and for weights of another shape.
+    Raises: ValueError as `newest_step` and `_chosen`, and for weights of another shape.
     """
-    step = newest_step(run_dir)
+    newest = newest_step(run_dir)
+    step = newest if which is None else _chosen(run_dir, newest, which)
     return params_of(run_dir, step, abstract), step
+
+
+def _chosen(run_dir: Path, newest: int, which: int | Literal["best"]) -> int:
+    """Raises: ValueError for a step that is not there, and for the best one of a run that keeps none."""
+    with contextlib.closing(Checkpointer(run_dir / "checkpoints", keep_last=1)) as checkpoints:
+        steps, host = checkpoints.steps(), checkpoints.restore_host(newest)
+    step: Any = (host.get("best") or {}).get("step") if which == "best" else which
+    if step in steps:
+        return int(step)
+    lacks = "keeps no best step (checkpoint.keep_best)" if step is None else f"has no step {step}"
+    raise ValueError(f"--step {which}: {run_dir} {lacks}; its checkpoints are of {', '.join(map(str, steps))}")
 
 
 def newest_step(run_dir: Path) -> int:
@@ -147,7 +161,7 @@ def newest_step(run_dir: Path) -> int:
 
 
 def params_of(run_dir: Path, step: int, abstract: Params) -> Params:
-    """The weights a run saved at `step`, as `newest_params`."""
+    """The weights a run saved at `step`, as `saved_params`."""
     with contextlib.closing(Checkpointer(run_dir / "checkpoints", keep_last=1)) as checkpoints:
         arrays, _ = checkpoints.restore(step, {"params": abstract}, partial=True)
     return arrays["params"]

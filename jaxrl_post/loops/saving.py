@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
-import difflib
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl_post.config_checkpoint import Checkpoint, KeepBest
+from jaxrl_post.loops.metric_names import EVALUATED, Names, nearest
 from jaxrl_post.loops.run_folder import due
-from sharding.processes import from_first
+from sharding.processes import from_first, is_first
 
-EVALUATED = "val-"  # begins the names of metrics that only steps with an evaluation have
+log = logging.getLogger(__name__)
 
 
 class Saves:
     """Decides after each step. The record of the best step is part of a checkpoint."""
 
     def __init__(
-        self, checkpoint: Checkpoint, steps: int, evaluates: bool, clock: Callable[[], float] = time.monotonic
+        self,
+        checkpoint: Checkpoint,
+        steps: int,
+        evaluates: bool,
+        names: Names = Names(),  # noqa: B008 (immutable)
+        clock: Callable[[], float] = time.monotonic,
     ):
-        """Raises: ValueError where the best is to be told by an evaluation and the run makes none."""
+        """Raises: ValueError where the best is to be told by a metric that the run cannot have: one of evaluations when
+        it makes none, or one that is not among its `names`."""
         best = checkpoint.keep_best
         if best and best.metric.startswith(EVALUATED) and not evaluates:
             raise ValueError(
                 f"checkpoint.keep_best.metric={best.metric} comes from evaluations and the run makes none: set "
                 "evaluation.enabled=true and give held-out data, or name a metric of training"
             )
-        self._checkpoint, self._steps, self._clock = checkpoint, steps, clock
+        if best and not names.may_have(best.metric):
+            raise ValueError(
+                f"checkpoint.keep_best.metric={best.metric}: no such metric in this run when a step is saved; name one "
+                f"of {names.near(best.metric)}"
+            )
+        self._checkpoint, self._steps, self._clock, self._warned = checkpoint, steps, clock, False
         self._began = self._ended = self._saved = clock()
         self._seen, self._longest = 0, 0.0
         self._best: dict[str, Any] | None = None
@@ -60,7 +72,7 @@ class Saves:
     def due(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether this step is to be saved; notes a new best. The same on all processes.
 
-        Raises: ValueError for a metric to keep the best of that the step lacks.
+        The first step that lacks the metric to keep the best of, and should have it, is told in a warning.
         """
         best = self._improves(step, metrics)  # first: it keeps the record
         return best or due(step, self._checkpoint.every, self._steps) or self._minutes_passed()
@@ -75,7 +87,10 @@ class Saves:
 
     def _improves(self, step: int, metrics: Mapping[str, float]) -> bool:
         wanted = self._checkpoint.keep_best
-        if wanted is None or not _measured(wanted, metrics):
+        if wanted is None:
+            return False
+        if wanted.metric not in metrics:
+            self._warn(wanted.metric, metrics)
             return False
         value = float(metrics[wanted.metric])
         if not math.isfinite(value) or (self._best and not _better(wanted, value, self._best["value"])):
@@ -83,20 +98,23 @@ class Saves:
         self._best = {"step": step, "value": value, "metric": wanted.metric, "mode": wanted.mode}
         return True
 
+    def _warn(self, name: str, metrics: Mapping[str, float]) -> None:
+        if self._warned or not _lacks(name, metrics):
+            return
+        self._warned = True
+        if is_first():
+            near = ", ".join(nearest(name, dict(metrics)) or sorted(metrics)[:8])
+            log.warning(
+                "checkpoint.keep_best.metric=%s: this step has no such metric, and while none has it no best step is "
+                "kept; nearest %s (metrics.jsonl lists all)",
+                name, near,
+            )  # fmt: skip
+
+
+def _lacks(name: str, metrics: Mapping[str, float]) -> bool:
+    """Whether a step without the metric should have it: of evaluations not all steps have any."""
+    return not name.startswith(EVALUATED) or any(other.startswith(EVALUATED) for other in metrics)
+
 
 def _better(wanted: KeepBest, value: float, record: float) -> bool:
     return value > record if wanted.mode == "max" else value < record
-
-
-def _measured(wanted: KeepBest, metrics: Mapping[str, float]) -> bool:
-    """Whether the step has the metric. Raises: ValueError where it should."""
-    if wanted.metric in metrics:
-        return True
-    evaluated = any(name.startswith(EVALUATED) for name in metrics)
-    if wanted.metric.startswith(EVALUATED) and not evaluated:
-        return False
-    near = difflib.get_close_matches(wanted.metric, metrics, n=3, cutoff=0.4)
-    raise ValueError(
-        f"checkpoint.keep_best.metric={wanted.metric}: no such metric in this run; nearest "
-        f"{', '.join(near or sorted(metrics)[:8])} (metrics.jsonl lists all)"
-    )

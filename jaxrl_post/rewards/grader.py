@@ -24,6 +24,7 @@ from sharding.processes import split_work
 log = logging.getLogger(__name__)
 Score = Callable[[Sequence[Response]], Sequence[Graded]]
 Begin = Callable[[Sequence[Sequence[Response | None]]], None]
+GRADED = "graded"
 CheckRow = Callable[[dict[str, Any]], object]
 
 
@@ -61,7 +62,9 @@ class Grader:
     failure_score: float | None = None
     close: Callable[[], object] = nothing_open
     early: Early | None = None
-    faults: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    faults: collections.Counter[str] = dataclasses.field(
+        default_factory=collections.Counter
+    )  # `GRADED`: samples in all
 
     def __call__(self, responses: Sequence[Response]) -> np.ndarray:
         """float64 [N], NaN where the grader abstains.
@@ -76,6 +79,7 @@ class Grader:
             parts = split_work(groups, lambda part: [self._graded(list(itertools.chain(*part)))] if part else [])
             results = [Graded(*one) for one in itertools.chain(*parts)]
         self._tell_faults(results, responses)
+        self.faults[GRADED] += len(results)
         fallback = math.nan if self.failure_score is None else self.failure_score
         scores = [fallback if one.fault else math.nan if one.score is None else one.score for one in results]
         return np.array(scores, np.float64)

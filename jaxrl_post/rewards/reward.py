@@ -18,7 +18,7 @@ from jaxrl_post.rewards import code
 from jaxrl_post.rewards.ahead import Ahead
 from jaxrl_post.rewards.call import RewardError, answer
 from jaxrl_post.rewards.function import load_function
-from jaxrl_post.rewards.grader import CheckRow, Early, Grader, accept_row, by_array, by_calls, one_by_one
+from jaxrl_post.rewards.grader import GRADED, CheckRow, Early, Grader, accept_row, by_array, by_calls, one_by_one
 from jaxrl_post.rewards.gym import check_gym_row
 from jaxrl_post.rewards.match import check_answer, check_integer_answer, exact_match, last_number
 from jaxrl_post.rewards.model import Setting, open_score
@@ -65,15 +65,17 @@ class Reward:
             grader.check_rows(rows)
 
     def collect(self) -> dict[str, float]:
-        """Samples that graders failed at since the last call, of those that can: all, hung and crashed ones."""
+        """Samples that graders failed at since the last call, of those that can: all, hung and crashed ones; and if any
+        of them failed at all of its samples."""
         counts = [grader.faults for grader in self.graders if grader.failure_score is not None]
         if not counts:
             return {}
         told = {"failed": ("error", "timeout", "crash"), "timeouts": ("timeout",), "crashes": ("crash",)}
         sums = {name: sum(count[kind] for count in counts for kind in kinds) for name, kinds in told.items()}
+        everything = any(0 < count[GRADED] == sum(count[kind] for kind in told["failed"]) for count in counts)
         for count in counts:
             count.clear()
-        return {f"reward/{name}": float(total) for name, total in sums.items()}
+        return {f"reward/{name}": float(total) for name, total in (sums | {"all_failed": everything}).items()}
 
     @property
     def early(self) -> bool:

@@ -16,6 +16,7 @@ from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxrl_post.loops.network import model_config
 from jaxrl_post.models.huggingface import load_params, read_config
+from launch.__main__ import main
 from launch.export import export
 from sharding.placement import place
 
@@ -24,7 +25,7 @@ model: {random: {family: qwen2, hidden_size: 32, intermediate_size: 48, heads: 4
 """
 
 
-def a_run(run_dir, recipe):
+def a_run(run_dir, recipe, best=None):
     """A run folder with checkpoints of steps 1 and 2, saved from 8 devices; returns the model and step 2's weights."""
     (run_dir / "checkpoints").mkdir(parents=True)
     (run_dir / "config.yaml").write_text(recipe)
@@ -35,7 +36,7 @@ def a_run(run_dir, recipe):
     for step in (1, 2):
         params = draw(model, step)
         arrays = {"params": place(params, shardings_on(model, fsdp=4, tensor=2)), "step": jnp.int32(step)}
-        checkpoints.save(step, arrays, {"data": {}})
+        checkpoints.save(step, arrays, {"data": {}, "best": best})
     checkpoints.close()
     return model, params
 
@@ -103,3 +104,12 @@ def test_a_reward_model_is_not_taken_for_a_language_model(tmp_path):
     with pytest.raises(ValueError, match="trained a reward model"):
         export(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("word", "step"), [("1", 1), ("best", 1), ("2", 2)])
+def test_another_step_than_the_newest_is_exported(word, step, tmp_path, capsys):
+    best = {"step": 1, "value": 0.5, "metric": "x", "mode": "max"}
+    model, _ = a_run(tmp_path / "run", RANDOM, best)
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out"), "--step", word]) == 0
+    assert f"wrote step {step} of" in capsys.readouterr().err
+    assert_same_bits(load_params(tmp_path / "out", model, shardings_on(model)), draw(model, step))
