@@ -56,9 +56,10 @@ class RandomModel(Section):
 class Mixture(Section):
     """Experts and their routers, of a model that has them (Mixtral, Qwen2-MoE, Qwen3-MoE)."""
 
-    backend: Literal["auto", "blocked", "ragged"] = "auto"
-    """How products are grouped by expert: `blocked`, a loop over blocks of one expert each, or `ragged`, XLA's ragged
-    product, which has a kernel on TPUs and elsewhere multiplies every row by every expert; `auto` picks by platform."""
+    backend: Literal["auto", "blocked", "ragged", "grouped"] = "auto"
+    """How products are grouped by expert: `blocked`, a loop over blocks of one expert each; `grouped`, kernels for
+    NVIDIA GPUs (on CPUs they are interpreted, to be looked at); or `ragged`, XLA's ragged product, which has a kernel
+    on TPUs and elsewhere multiplies every row by every expert. `auto` picks by platform, and a run says which."""
     aux_loss_coef: NonNegative = 0.0
     """Of the load-balance loss of Switch Transformer, as transformers has it (`router_aux_loss_coef`). Without replay
     it takes a forward pass more: the balance is that of the whole update."""
@@ -89,8 +90,8 @@ class Model(Section):
     and slower to compile. `auto`: a loop, but on CPUs for models of at most 8 layers."""
     attention: Literal["auto", "xla", "flash", "cudnn"] = "auto"
     """How packed rows attend: `xla`, which compiles for anything; `flash`, kernels for GPUs and TPUs that skip what
-    nobody sees (on CPUs they are interpreted, to be looked at); `cudnn`, NVIDIA's with a mask of rows' length squared, in
-    bfloat16. `auto`: flash in bfloat16 on a GPU or TPU, or else xla; a run says at its start which it is."""
+    nobody sees (on CPUs they are interpreted, to be looked at); `cudnn`, NVIDIA's with a mask of rows' length squared,
+    in bfloat16. `auto`: flash in bfloat16 on a GPU or TPU, or else xla; a run says at its start which it is."""
     moe: Mixture = Mixture()
 
     @model_validator(mode="after")

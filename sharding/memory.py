@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding
 
 from sharding.mesh import platform
+from sharding.placement import bytes_per_device
 
 Tree = Any
 HOST = "pinned_host"
@@ -30,8 +31,10 @@ def check_host_memory(mesh: Mesh, asked: str, instead: str) -> None:
         )
 
 
-def lies_in_host_memory(sharding: Sharding) -> bool:
-    return sharding.memory_kind == HOST
+def placed_bytes(tree: Tree, on_host: bool = False) -> int:
+    """On the fullest device, or in its host's memory for it, of arrays or of shapes with shardings."""
+    there = [x for x in jax.tree.leaves(tree) if (x.sharding.memory_kind == HOST) == on_host]
+    return bytes_per_device(there, [x.sharding for x in there]).per_device
 
 
 def of_result(sharding: NamedSharding) -> NamedSharding:

@@ -12,7 +12,7 @@ from jaxrl_post.loops.network import Network
 from jaxrl_post.observe.sizes import size_text
 from jaxrl_post.training.packing import PackShape
 from jaxrl_post.training.state import TrainState
-from sharding.placement import bytes_per_device
+from sharding.memory import placed_bytes
 
 
 def introduction(
@@ -21,11 +21,12 @@ def introduction(
     """Method, model, devices and memory; the `data` of a step and the rows it is packed into; where it starts."""
     model, mesh = network.model, network.mesh
     axes = " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
-    held = bytes_per_device(state, jax.tree.map(lambda x: x.sharding, state)).per_device
+    experts = f"{model.moe.backend} experts, " if model.moe else ""
+    held, on_host = placed_bytes(state), placed_bytes(state, on_host=True)
     yield (
         f"{config.algorithm.kind} on {model.family} {model.parameter_count() / 1e6:.1f}M parameters, {model.dtype} "
-        f"compute, {model.attention} attention, on {axes} ({jax.devices()[0].device_kind}); weights and optimizer "
-        f"{size_text(held)} a device"
+        f"compute, {model.attention} attention, {experts}on {axes} ({jax.devices()[0].device_kind}); weights and "
+        f"optimizer {size_text(held)} a device{f', {size_text(on_host)} in its host' if on_host else ''}"
     )
     yield (
         f"{data}; update rows {shape.rows} × {shape.length} tokens, up to {shape.micro_batches} "

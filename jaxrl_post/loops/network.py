@@ -20,6 +20,7 @@ from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.models import backends, scalar_head, sequence
 from jaxrl_post.models.config import Experts, ModelConfig
 from jaxrl_post.models.decoder import Decoder, Params, abstract, split
+from jaxrl_post.models.grouped import unfit
 from jaxrl_post.models.huggingface import load_params, read_config
 from sharding.memory import check_host_memory
 from sharding.mesh import AXES, make_mesh, platform, resolve_sizes
@@ -74,7 +75,8 @@ def build_network(
     for an attention backend that cannot serve.
     """
     mesh = mesh_of(config, jax.devices() if devices is None else devices)
-    model = _over_columns(model_config(config, folder, tokenizer.vocab_size, platform(mesh)), config, mesh)
+    model = model_config(config, folder, tokenizer.vocab_size, platform(mesh), mesh.shape["tensor"])
+    model = _over_columns(model, config, mesh)
     _check_sums(model, mesh)
     _check_offload(config, mesh)
     graphdef, params, axes = abstract(model)
@@ -120,11 +122,11 @@ def mesh_sizes(config: Config | OfflineConfig, devices: int) -> dict[str, int]:
 
 
 def model_config(
-    config: Config | OfflineConfig, folder: Path | None, vocab_size: int, platform: str | None = None
+    config: Config | OfflineConfig, folder: Path | None, vocab_size: int, platform: str | None = None, tensor: int = 1
 ) -> ModelConfig:
     """The decoder's shape from its folder or `model.random`, with this run's dtypes and remat policy.
 
-    What is `auto` goes by `platform` (cpu, gpu or tpu); None is this process's own.
+    What is `auto` goes by `platform` (cpu, gpu or tpu); None is this process's own. Widths are cut in `tensor` parts.
     """
     platform = platform or jax.default_backend()
     shape = (
@@ -138,7 +140,7 @@ def model_config(
         remat=config.model.remat,
         scan_layers=_scans(config.model.scan_layers, shape.layers, platform),
         platform=platform,
-        moe=_experts(shape, config.model.moe, platform, whole=ZERO[config.mesh.zero].weights == ROLLOUT),
+        moe=_experts(shape, config.model.moe, platform, tensor, whole=ZERO[config.mesh.zero].weights == ROLLOUT),
     )
 
 
@@ -177,7 +179,7 @@ def _check_offload(config: Config | OfflineConfig, mesh: Mesh) -> None:
             check_host_memory(mesh, f"{name}.offload=true", f"{name}.offload=false")
 
 
-def _experts(shape: ModelConfig, options: Mixture, platform: str, whole: bool) -> Experts | None:
+def _experts(shape: ModelConfig, options: Mixture, platform: str, tensor: int, whole: bool) -> Experts | None:
     """The experts of the model with the backend asked for. Raises: ValueError for options of a model without any."""
     if shape.moe is None:
         if asked := options.model_dump(exclude_defaults=True):
@@ -187,10 +189,25 @@ def _experts(shape: ModelConfig, options: Mixture, platform: str, whole: bool) -
                 "Qwen2-MoE or Qwen3-MoE model"
             )
         return None
-    backend = options.backend
-    if backend == "auto":
-        backend = "ragged" if platform == "tpu" else "blocked"
+    backend = _grouping(options.backend, shape.hidden_size, shape.moe.size // tensor, platform)
     return dataclasses.replace(shape.moe, backend=backend, whole=whole)
+
+
+def _grouping(
+    asked: Literal["auto", "blocked", "ragged", "grouped"], D: int, F: int, platform: str
+) -> Literal["blocked", "ragged", "grouped", "interpreted"]:
+    """How products with experts of a width that a device holds are computed. Raises: ValueError for kernels that cannot
+    serve."""
+    obstacle = "these kernels are for NVIDIA GPUs, and these devices are TPUs" if platform == "tpu" else unfit(D, F)
+    if asked == "auto" and platform == "tpu":
+        return "ragged"
+    if asked == "auto":
+        return "grouped" if platform == "gpu" and not obstacle else "blocked"
+    if asked != "grouped":
+        return asked
+    if obstacle:
+        raise ValueError(f"model.moe.backend=grouped: {obstacle}: set model.moe.backend=auto")
+    return "grouped" if platform == "gpu" else "interpreted"
 
 
 def _scans(asked: bool | Literal["auto"], layers: int, platform: str) -> bool:

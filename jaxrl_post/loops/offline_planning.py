@@ -14,16 +14,9 @@ from jaxrl_post.data.preferences import Report, pair, reader
 from jaxrl_post.loops.network import check_positions
 from jaxrl_post.loops.offline_job import OfflineJob
 from jaxrl_post.loops.offline_learner import OfflineLearner
-from jaxrl_post.loops.planned import (
-    Plan,
-    compile_planned,
-    placed_bytes,
-    planned_update,
-    stand_in_network,
-    state_bytes,
-    wide_axes,
-)
+from jaxrl_post.loops.planned import Plan, compile_planned, planned_update, stand_in_network, state_bytes, wide_axes
 from jaxrl_post.types_offline import Answer, Example
+from sharding.memory import placed_bytes
 from sharding.targets import Target
 
 

@@ -21,8 +21,8 @@ from jaxrl_post.loops.out_of_memory import is_out_of_memory
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.training.packing import PackShape
 from jaxrl_post.training.state import TrainState
-from sharding.memory import lies_in_host_memory
-from sharding.placement import Tree, bytes_per_device
+from sharding.memory import placed_bytes
+from sharding.placement import Tree
 from sharding.report import Collective, Memory, Program, count_flops, memory_of
 from sharding.targets import Target
 
@@ -153,12 +153,6 @@ def wide_axes(mesh: Mesh) -> dict[str, int]:
 def state_bytes(state: TrainState) -> dict[str, int]:
     """On a device."""
     return {"parameters": placed_bytes(state.params), "optimizer": placed_bytes(state.opt_state)}
-
-
-def placed_bytes(tree: Tree, on_host: bool = False) -> int:
-    """On a device, or in its host's memory, of shapes with shardings."""
-    there = [x for x in jax.tree.leaves(tree) if lies_in_host_memory(x.sharding) == on_host]
-    return bytes_per_device(there, [x.sharding for x in there]).per_device
 
 
 def compile_planned(planned: Planned, target: Target, mesh: Mesh) -> ProgramPlan:

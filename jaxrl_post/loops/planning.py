@@ -24,7 +24,6 @@ from jaxrl_post.loops.planned import (
     Plan,
     Planned,
     compile_planned,
-    placed_bytes,
     planned_update,
     stand_in_network,
     state_bytes,
@@ -35,6 +34,7 @@ from jaxrl_post.rewards.reward import build_reward
 from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.rollout.schedule import EngineShape
 from jaxrl_post.types import Prompt
+from sharding.memory import placed_bytes
 from sharding.mesh import batch_shards
 from sharding.rules import ROLLOUT
 from sharding.targets import Target

@@ -47,7 +47,7 @@ class Experts:
     size: int
     shared_size: int = 0
     normalized: bool = True
-    backend: Literal["blocked", "ragged"] = "blocked"
+    backend: Literal["blocked", "ragged", "grouped", "interpreted"] = "blocked"
     whole: bool = False
 
     def __post_init__(self) -> None:

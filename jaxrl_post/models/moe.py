@@ -2,17 +2,19 @@
 
 A token goes to the k experts that its router scores highest; its output is the sum of theirs, weighted by the router's
 probabilities. Tokens are sorted by expert, each expert's in blocks of C rows, and a loop runs as many blocks as there
-are: work follows the tokens, whatever their spread (after MegaBlocks, arXiv:2211.15841). The other backend is
-`lax.ragged_dot`, which has a kernel on TPUs; elsewhere it multiplies every row by every expert.
+are: work follows the tokens, whatever their spread (after MegaBlocks, arXiv:2211.15841). On NVIDIA GPUs kernels take
+the loop's place (`models.grouped`), on TPUs `lax.ragged_dot`, which elsewhere multiplies every row by every expert.
 
 Where a device holds a part of the experts, the devices along the mesh axis `expert` gather their tokens, each computes
-what its own experts add, and a reduce-scatter sums that up.
+what its own experts add, and a reduce-scatter sums that up. A kernel is one device's affair, so where it holds a part
+of the experts' width, `tensor` is an axis of ours too, and what parts add is summed over it.
 
 X tokens of a device, D width, E experts, F their width, k experts a token, R = X·k assignments, C rows of a block.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,12 +25,13 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_post.models.config import Experts
+from jaxrl_post.models.grouped import grouped_swiglu
 from jaxrl_post.models.placement import Placement
 from jaxrl_post.models.product import product
 from sharding.rules import ROLLOUT, TRAIN, partition_spec
 
 Weights = dict[str, jax.Array]
-EXPERT = "expert"  # the mesh axis
+EXPERT, TENSOR = "expert", "tensor"  # the mesh axes
 AXES: dict[str, tuple[str | None, ...]] = {
     "router": ("embed", None),
     "expert_gate": ("expert", "embed", "mlp"),
@@ -39,7 +42,9 @@ AXES: dict[str, tuple[str | None, ...]] = {
     "shared_down": ("mlp", "embed"),
     "shared_scale": ("embed", None),
 }
+KERNELS = ("grouped", "interpreted")  # backends that are, on a GPU or, to be looked at, on a CPU
 ROUTED = ("router", "expert_gate", "expert_up", "expert_down")
+ROLLOUT_EXPERTS = dataclasses.replace(ROLLOUT, expert=())  # which the engine has cut before
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 128
 
 
@@ -84,7 +89,7 @@ def mixture(moe: Experts, place: Placement) -> Mixture:
     (arXiv:2510.11370). On rows cut over a mesh each device routes its own tokens. `w["expert_*"]` may hold a part of
     the experts where the caller's program is manual over `expert`.
     """
-    routed = _on_mesh(moe, place.rows) if place.rows else functools.partial(_routed, moe)
+    routed = _on_mesh(moe, place.rows)
 
     def run(w: Weights, h_BTD: jax.Array, choices_BTk: jax.Array | None) -> tuple[jax.Array, Routing]:
         y_BTD, routing = routed({name: w[name] for name in ROUTED}, h_BTD, choices_BTk)
@@ -118,14 +123,19 @@ def _shared(w: Weights, h_BTD: jax.Array) -> jax.Array:
     return scale_BT1 * swiglu(h_BTD, w["shared_gate"], w["shared_up"], w["shared_down"])
 
 
-def _on_mesh(moe: Experts, placed: NamedSharding) -> Mixture:
-    """`_routed` of each device's own rows, its weights gathered, where they are cut, but for the experts that others
-    hold."""
-    mesh, rows = placed.mesh, placed.spec  # an AbstractMesh where an outer program is manual over other axes
+def _on_mesh(moe: Experts, placed: NamedSharding | None) -> Mixture:
+    """`_routed` of each device's own rows, its weights gathered, where they are cut, but for the experts and, with
+    kernels, the width that others hold. `placed` None: the rows are whole in the caller's program."""
+    # An AbstractMesh where an outer program is manual over other axes.
+    mesh = placed.mesh if placed else jax.sharding.get_abstract_mesh()
+    rows = placed.spec if placed else PartitionSpec()
     manual = {axis for cut in rows for axis in ((cut,) if isinstance(cut, str) else cut or ())}
+    if moe.backend in KERNELS and mesh.shape.get(TENSOR, 1) > 1:
+        manual |= {TENSOR}
+    rules = (ROLLOUT if moe.whole else TRAIN) if placed else ROLLOUT_EXPERTS
 
     def spec(name: str, w: jax.Array) -> PartitionSpec:
-        cut = partition_spec(AXES[name], w.shape, ROLLOUT if moe.whole else TRAIN, mesh, name)
+        cut = partition_spec(AXES[name], w.shape, rules, mesh, name)
         return PartitionSpec(*(axis if axis in manual else None for axis in cut))
 
     def run(w: Weights, h_BTD: jax.Array, choices_BTk: jax.Array | None) -> tuple[jax.Array, Routing]:
@@ -147,9 +157,9 @@ def _on_mesh(moe: Experts, placed: NamedSharding) -> Mixture:
 
 
 def _gathered(w: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Whole but for its experts. Gradients go the way back: a reduce-scatter."""
+    """Whole but for its experts and their width. Gradients go the way back: a reduce-scatter."""
     for dim, axis in enumerate(spec):
-        if axis not in (None, EXPERT):
+        if axis not in (None, EXPERT, TENSOR):
             w = lax.all_gather(w, axis, axis=dim, tiled=True)
     return w
 
@@ -167,6 +177,8 @@ def _routed(moe: Experts, w: Weights, h_BTD: jax.Array, choices_BTk: jax.Array |
         mine_Xk = everyones(routing.choices) - lax.axis_index(EXPERT) * held
         y_XD = _mixed(moe, weights, everyones(h_XD), mine_Xk, everyones(gates_Xk))
         y_XD = lax.psum_scatter(y_XD, EXPERT, scatter_dimension=0, tiled=True)
+    if w["expert_gate"].shape[-1] < moe.size:
+        y_XD = lax.psum(y_XD, TENSOR)
     back = lambda x: x.reshape(*h_BTD.shape[:-1], x.shape[-1])
     return back(y_XD), Routing(*map(back, routing))
 
@@ -181,7 +193,7 @@ def _mixed(
     if moe.backend == "ragged":
         y_RD = _ragged(weights, h_XD, choice_R)
     else:
-        y_RD = _blocked(weights, h_XD, choice_R, block_size(len(choice_R), moe.count))
+        y_RD = _blocked(_products(moe), weights, h_XD, choice_R, block_size(len(choice_R), moe.count))
     y_XkD = y_RD.reshape(X, -1, D)
     return jnp.einsum("xkd,xk->xd", y_XkD.astype(jnp.float32), gates_Xk).astype(h_XD.dtype)
 
@@ -226,12 +238,21 @@ def blocks_of(choice_R: jax.Array, tokens: int, experts: int, size: int) -> Bloc
     return Blocks(token, expert, end_E[-1], jnp.zeros_like(place_R).at[order_R].set(place_R))
 
 
-def _blocked(weights: tuple[jax.Array, ...], h_XD: jax.Array, choice_R: jax.Array, size: int) -> jax.Array:
-    """Each assignment's output [R, D], 0 for those of no expert, by a loop over blocks."""
+def _products(moe: Experts) -> Callable[..., jax.Array]:
+    """`swiglu` of all blocks."""
+    if moe.backend in KERNELS:
+        return functools.partial(grouped_swiglu, interpret=moe.backend == "interpreted")
+    return _each_block
+
+
+def _blocked(
+    swiglus: Callable[..., jax.Array], weights: tuple[jax.Array, ...], h_XD: jax.Array, choice_R: jax.Array, size: int
+) -> jax.Array:
+    """Each assignment's output [R, D], 0 for those of no expert, by blocks of `size` rows."""
     (X, D), E = h_XD.shape, len(weights[0])
     blocks = blocks_of(choice_R, X, E, size)
     rows = jnp.take(h_XD, blocks.token, axis=0, mode="fill", fill_value=0).reshape(len(blocks.expert), -1, D)
-    y = _each_block(weights, rows, blocks.expert, blocks.used).reshape(-1, D)
+    y = swiglus(weights, rows, blocks.expert, blocks.used).reshape(-1, D)
     return jnp.take(y, blocks.at, axis=0, mode="fill", fill_value=0)
 
 
