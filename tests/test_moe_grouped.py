@@ -1,6 +1,7 @@
 """Products grouped by expert as kernels for GPUs, interpreted: the numbers of the loop over blocks, on any mesh."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jaxrl_post import recipes
 from jaxrl_post.loops.network import model_config
 from jaxrl_post.loops.online import run
 from jaxrl_post.models.config import Experts
-from jaxrl_post.models.grouped import grouped_product
+from jaxrl_post.models.grouped import Run, grouped_product
 from jaxrl_post.models.moe import AXES, ROUTED, mixture, shapes
 from jaxrl_post.models.placement import Placement
 from jaxrl_post.observe.metrics import read_metrics
@@ -48,9 +49,36 @@ def test_kernels_have_the_values_and_gradients_of_the_loop_over_blocks():
     jax.tree.map(close, gradients("interpreted"), gradients("blocked"))
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 2, "expert": 2, "tensor": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"fsdp": 2, "expert": 2, "tensor": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_on_a_mesh_each_device_runs_its_own_rows_experts_and_part_of_their_width(sizes):
     jax.tree.map(close, gradients("interpreted", **sizes), gradients("blocked"))
+
+
+@pytest.mark.slow
+def test_experts_are_gathered_in_the_dtype_of_products_and_their_gradients_summed_in_the_weights():
+    """Bfloat16 states, float32 weights cut over fsdp: gathers send half as much, gradients have no more than one
+    rounding to bfloat16 on each device."""
+    mesh = make_mesh({"fsdp": 4}, jax.devices()[:4])
+    rows, half = NamedSharding(mesh, PartitionSpec("fsdp")), jnp.asarray(H_BTD, jnp.bfloat16)
+    shardings = tree_shardings({name: AXES[name] for name in ROUTED}, WEIGHTS, TRAIN, mesh)
+
+    def gradient(placed, backend):
+        layer = mixture(Experts(E, K, F, backend=backend), Placement(placed))
+        return jax.grad(lambda weights, h_BTD: (layer(weights, h_BTD, None)[0] * PROBE).sum())
+
+    for backend in ("blocked", "interpreted"):
+        run = jax.jit(gradient(rows, backend), in_shardings=(shardings, rows))
+        on_mesh = run(place(WEIGHTS, shardings), place(half, rows))
+        alone = jax.jit(gradient(None, backend))(WEIGHTS, half)
+        assert {g.dtype for g in jax.tree.leaves(on_mesh)} == {np.dtype(np.float32)}
+        for actual, wanted in zip(jax.tree.leaves(on_mesh), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(actual, wanted, rtol=0, atol=0.01 * np.abs(wanted).max())
+        gathers = re.findall(r"(\w+)\[[\d,]+\] = all_gather\[", str(run.trace(WEIGHTS, half).jaxpr))
+        assert sorted(gathers) == ["bf16"] * 3 + ["f32"]  # the router stays exact
 
 
 def close(actual, wanted):
@@ -66,7 +94,9 @@ def test_blocks_beyond_the_last_are_zero_and_experts_without_any_get_no_gradient
 
     @jax.jit
     def run(rows, w, dy):
-        product = lambda rows, w: grouped_product(rows, w, jnp.asarray(experts), jnp.asarray(used), True)
+        product = lambda rows, w: grouped_product(
+            rows, w, jnp.asarray(experts), jnp.asarray(used), Run(48, interpret=True)
+        )
         y, pull = jax.vjp(product, rows, w)
         return y, *pull(dy)
 

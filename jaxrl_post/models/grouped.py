@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,13 @@ TILE, STEP = 128, 64  # the most columns of a result that a program has, and of 
 SMALLEST = 16  # columns that a tensor core multiplies
 
 
+class Run(NamedTuple):
+    """`rows`: how many there are in all blocks on average, for estimates; `interpret`: without a GPU, slowly."""
+
+    rows: int
+    interpret: bool = False
+
+
 def unfit(D: int, F: int) -> str | None:
     """Why the kernels cannot serve a model; None if they can."""
     odd = [size for size in (D, F) if size % SMALLEST]
@@ -33,37 +40,35 @@ def unfit(D: int, F: int) -> str | None:
 
 
 def grouped_swiglu(
-    weights: Weights, rows_nCD: jax.Array, expert_n: jax.Array, used: jax.Array, *, interpret: bool
+    weights: Weights, rows_nCD: jax.Array, expert_n: jax.Array, used: jax.Array, *, run: Run
 ) -> jax.Array:
     """`moe.swiglu` of rows, each block by its expert's weights [E, …]; blocks from `used` on give 0.
 
-    Widths are multiples of 16, C a power of two of at least 16. `interpret` runs the kernels without a GPU, slowly.
+    Widths are multiples of 16, C a power of two of at least 16.
     """
-    of = functools.partial(grouped_product, expert_n=expert_n, used=used, interpret=interpret)
+    of = functools.partial(grouped_product, expert_n=expert_n, used=used, run=run)
     gate, up, down = weights
     return of(jax.nn.silu(of(rows_nCD, gate)) * of(rows_nCD, up), down)
 
 
-def grouped_product(
-    rows_nCK: jax.Array, w_EKM: jax.Array, expert_n: jax.Array, used: jax.Array, interpret: bool
-) -> jax.Array:
+def grouped_product(rows_nCK: jax.Array, w_EKM: jax.Array, expert_n: jax.Array, used: jax.Array, run: Run) -> jax.Array:
     """rows · w[expert] of each block, [n, C, M] in the rows' dtype; 0 in blocks from `used` on."""
-    return _product(interpret, rows_nCK, w_EKM, expert_n, used)
+    return _product(run, rows_nCK, w_EKM, expert_n, used)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(interpret: bool, rows_nCK: jax.Array, w_EKM: jax.Array, expert_n: jax.Array, used: jax.Array) -> jax.Array:
-    return _times(rows_nCK, w_EKM.astype(rows_nCK.dtype), expert_n, used, False, interpret)
+def _product(run: Run, rows_nCK: jax.Array, w_EKM: jax.Array, expert_n: jax.Array, used: jax.Array) -> jax.Array:
+    return _times(rows_nCK, w_EKM.astype(rows_nCK.dtype), expert_n, used, False, run)
 
 
-def _forward(interpret: bool, *inputs: jax.Array) -> tuple[jax.Array, Any]:
-    return _product(interpret, *inputs), inputs
+def _forward(run: Run, *inputs: jax.Array) -> tuple[jax.Array, Any]:
+    return _product(run, *inputs), inputs
 
 
-def _backward(interpret: bool, inputs: Any, dy_nCM: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
+def _backward(run: Run, inputs: Any, dy_nCM: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
     rows_nCK, w_EKM, expert_n, used = inputs
-    dx_nCK = _times(dy_nCM, w_EKM.astype(dy_nCM.dtype), expert_n, used, True, interpret)
-    dw_EKM = _outer(rows_nCK, dy_nCM, expert_n, used, len(w_EKM), interpret)
+    dx_nCK = _times(dy_nCM, w_EKM.astype(dy_nCM.dtype), expert_n, used, True, run)
+    dw_EKM = _outer(rows_nCK, dy_nCM, expert_n, used, len(w_EKM), run)
     return dx_nCK, dw_EKM.astype(w_EKM.dtype), None, None
 
 
@@ -71,7 +76,7 @@ _product.defvjp(_forward, _backward)
 
 
 def _times(
-    x_nCK: jax.Array, w: jax.Array, expert_n: jax.Array, used: jax.Array, transposed: bool, interpret: bool
+    x_nCK: jax.Array, w: jax.Array, expert_n: jax.Array, used: jax.Array, transposed: bool, run: Run
 ) -> jax.Array:
     """x · w[expert], w [E, K, M], or `transposed` [E, M, K]."""
     n, C, K = x_nCK.shape
@@ -93,7 +98,7 @@ def _times(
         out_specs=pl.BlockSpec((None, C, tile), lambda i, j: (i, 0, j)),
         out_shape=jax.ShapeDtypeStruct((n, C, M), x_nCK.dtype),
         name="grouped_product",
-        **_options(2 * n * C * K * M, x_nCK, w, interpret),
+        **_options(K * M, x_nCK, w, run),
     )(expert_n, used[None], x_nCK, w)
 
 
@@ -112,9 +117,7 @@ def _times_kernel(transposed: bool, expert_ref: Ref, used_ref: Ref, x_ref: Ref, 
     out_ref[...] = total.astype(out_ref.dtype)
 
 
-def _outer(
-    x_nCK: jax.Array, dy_nCM: jax.Array, expert_n: jax.Array, used: jax.Array, E: int, interpret: bool
-) -> jax.Array:
+def _outer(x_nCK: jax.Array, dy_nCM: jax.Array, expert_n: jax.Array, used: jax.Array, E: int, run: Run) -> jax.Array:
     """Σ xᵀ · dy over the blocks of each expert, float32 [E, K, M]."""
     (n, C, K), M = x_nCK.shape, dy_nCM.shape[2]
     owner_n = jnp.where(jnp.arange(n) < used, expert_n, E)
@@ -134,7 +137,7 @@ def _outer(
         out_specs=pl.BlockSpec((None, tall, wide), lambda j, k, e: (e, j, k)),
         out_shape=jax.ShapeDtypeStruct((E, K, M), jnp.float32),
         name="grouped_outer",
-        **_options(2 * n * C * K * M, x_nCK, dy_nCM, interpret),
+        **_options(K * M, x_nCK, dy_nCM, run),
     )(first_E, end_E, x_nCK, dy_nCM)
 
 
@@ -155,14 +158,14 @@ def _part(size: int, most: int) -> int:
     return math.gcd(size, most)
 
 
-def _options(flops: int, x: jax.Array, y: jax.Array, interpret: bool) -> dict[str, Any]:
-    """What all kernels are called with. Every block there may be is counted, those that are not used too.
+def _options(products: int, x: jax.Array, y: jax.Array, run: Run) -> dict[str, Any]:
+    """What all kernels are called with; `products` are those of a row.
 
     Tiles of float32 are twice as large, and three stages of them do not fit an H100's shared memory.
     """
     moved = x.size * x.dtype.itemsize + y.size * y.dtype.itemsize
     return {
         "compiler_params": triton.CompilerParams(num_warps=8, num_stages=3 if x.dtype.itemsize < 4 else 2),
-        "interpret": interpret,
-        "cost_estimate": pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved),
+        "interpret": run.interpret,
+        "cost_estimate": pl.CostEstimate(flops=2 * run.rows * products, transcendentals=0, bytes_accessed=moved),
     }

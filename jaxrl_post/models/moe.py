@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_post.models.config import Experts
-from jaxrl_post.models.grouped import grouped_swiglu
+from jaxrl_post.models.grouped import Run, grouped_swiglu
 from jaxrl_post.models.placement import Placement
 from jaxrl_post.models.product import product
 from sharding.rules import ROLLOUT, TRAIN, partition_spec
@@ -142,7 +142,9 @@ def _on_mesh(moe: Experts, placed: NamedSharding | None) -> Mixture:
         specs = {name: spec(name, weight) for name, weight in w.items()}
 
         def local(w: Weights, *rest: Any) -> tuple[jax.Array, Routing]:
-            return _routed(moe, {name: _gathered(weight, specs[name]) for name, weight in w.items()}, *rest)
+            return _routed(
+                moe, {name: _gathered(weight, name, specs[name], rest[0].dtype) for name, weight in w.items()}, *rest
+            )
 
         return jax.shard_map(
             local,
@@ -156,12 +158,29 @@ def _on_mesh(moe: Experts, placed: NamedSharding | None) -> Mixture:
     return run if manual else functools.partial(_routed, moe)
 
 
-def _gathered(w: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Whole but for its experts and their width. Gradients go the way back: a reduce-scatter."""
+def _gathered(w: jax.Array, name: str, spec: PartitionSpec, dtype: Any) -> jax.Array:
+    """Whole but for its experts and their width; experts in the dtype of products, as half the bytes are sent then."""
     for dim, axis in enumerate(spec):
         if axis not in (None, EXPERT, TENSOR):
-            w = lax.all_gather(w, axis, axis=dim, tiled=True)
+            w = _gather(axis, dim, w.dtype if name == "router" else dtype, w)
     return w
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gather(axis: str, dim: int, dtype: Any, w: jax.Array) -> jax.Array:
+    """Along a dim, in `dtype`; gradients are summed on the way back in the weights' own."""
+    return lax.all_gather(w.astype(dtype), axis, axis=dim, tiled=True)
+
+
+def _gather_forward(axis: str, dim: int, dtype: Any, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _gather(axis, dim, dtype, w), jnp.zeros((), w.dtype)
+
+
+def _gather_backward(axis: str, dim: int, dtype: Any, of_weights: jax.Array, dw: jax.Array) -> tuple[jax.Array]:
+    return (lax.psum_scatter(dw.astype(of_weights.dtype), axis, scatter_dimension=dim, tiled=True),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def _routed(moe: Experts, w: Weights, h_BTD: jax.Array, choices_BTk: jax.Array | None) -> tuple[jax.Array, Routing]:
@@ -193,7 +212,11 @@ def _mixed(
     if moe.backend == "ragged":
         y_RD = _ragged(weights, h_XD, choice_R)
     else:
-        y_RD = _blocked(_products(moe), weights, h_XD, choice_R, block_size(len(choice_R), moe.count))
+        swiglus: Callable[..., jax.Array] = _each_block
+        if moe.backend in KERNELS:
+            run = Run(rows=len(choice_R) * E // moe.count, interpret=moe.backend == "interpreted")
+            swiglus = functools.partial(grouped_swiglu, run=run)
+        y_RD = _blocked(swiglus, weights, h_XD, choice_R, block_size(len(choice_R), moe.count))
     y_XkD = y_RD.reshape(X, -1, D)
     return jnp.einsum("xkd,xk->xd", y_XkD.astype(jnp.float32), gates_Xk).astype(h_XD.dtype)
 
@@ -238,13 +261,6 @@ def blocks_of(choice_R: jax.Array, tokens: int, experts: int, size: int) -> Bloc
     return Blocks(token, expert, end_E[-1], jnp.zeros_like(place_R).at[order_R].set(place_R))
 
 
-def _products(moe: Experts) -> Callable[..., jax.Array]:
-    """`swiglu` of all blocks."""
-    if moe.backend in KERNELS:
-        return functools.partial(grouped_swiglu, interpret=moe.backend == "interpreted")
-    return _each_block
-
-
 def _blocked(
     swiglus: Callable[..., jax.Array], weights: tuple[jax.Array, ...], h_XD: jax.Array, choice_R: jax.Array, size: int
 ) -> jax.Array:
@@ -281,7 +297,8 @@ def _forward(*inputs: Any) -> tuple[jax.Array, Any]:
 
 
 def _backward(inputs: Any, dy: jax.Array) -> tuple[Any, jax.Array, None, None]:
-    """A block at a time, so that no [n, D, F] of weight gradients ever exists; what is in between is made again."""
+    """A block at a time, so that no [n, D, F] of weight gradients ever exists; what is in between is made again. Sums
+    are float32."""
     weights, rows, expert, used = inputs
 
     def body(i: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
@@ -290,8 +307,9 @@ def _backward(inputs: Any, dy: jax.Array) -> tuple[Any, jax.Array, None, None]:
         dx_i, *dw = pull(dy[i])
         return tuple(total.at[expert[i]].add(part) for total, part in zip(sums, dw, strict=True)), dx.at[i].set(dx_i)
 
-    zeros = tuple(map(jnp.zeros_like, weights)), jnp.zeros_like(rows)
-    return *lax.fori_loop(0, used, body, zeros), None, None
+    zeros = tuple(jnp.zeros(w.shape, jnp.float32) for w in weights), jnp.zeros_like(rows)
+    sums, dx = lax.fori_loop(0, used, body, zeros)
+    return tuple(total.astype(w.dtype) for total, w in zip(sums, weights, strict=True)), dx, None, None
 
 
 _each_block.defvjp(_forward, _backward)
