@@ -1,6 +1,7 @@
 """Samples are graded while others are still sampled: the same scores, whatever the graders do."""
 
 import functools
+import os
 import sys
 import time
 
@@ -14,12 +15,14 @@ from jaxrl_post.data.prompts import PromptStream
 from jaxrl_post.loops.gather import Gather
 from jaxrl_post.loops.job import build
 from jaxrl_post.loops.network import initial_params, rollout_params
+from jaxrl_post.observe.metrics import read_metrics
 from jaxrl_post.observe.progress import Phases
 from jaxrl_post.rewards.ahead import Ahead
 from jaxrl_post.rewards.pool import Pool
 from jaxrl_post.rewards.worker import Target
 from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.types import Prompt, Response
+from launch.__main__ import main
 
 SOURCE = """
 import os, pathlib, time
@@ -130,6 +133,21 @@ def test_samples_scores_and_faults_are_the_same_whenever_they_are_graded(grades)
         for a, b in zip(one.rollout.completions, other.rollout.completions, strict=True):
             jax.tree.map(np.testing.assert_array_equal, vars(a), vars(b))
         assert one.rollout.decode_steps == other.rollout.decode_steps
+
+
+@pytest.mark.slow
+def test_processes_begin_with_what_lies_on_their_own_devices(tmp_path, monkeypatch):
+    """Two processes of two devices each: samples and scores of a run that grades late, byte by byte."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    words = [*SMALL[1:], "mesh.data=2", "mesh.fsdp=2", "checkpoint.every=0"]
+    for early in ("auto", "true"):
+        run_dir = f"run_dir={tmp_path / early}"
+        assert main(["configs/tiny/grpo.yaml", "--processes", "2", "--devices-per-process", "2", run_dir,
+                     f"reward.early={early}", *words]) == 0  # fmt: skip
+    late, early = (tmp_path / which / "rollouts" for which in ("auto", "true"))
+    assert [path.name for path in sorted(early.iterdir())] == ["step_000001.jsonl", "step_000002.jsonl"]
+    assert all(path.read_bytes() == (late / path.name).read_bytes() for path in early.iterdir())
+    assert all("timing_s/reward_early" in row for row in read_metrics(tmp_path / "true" / "metrics.jsonl"))
 
 
 @pytest.fixture
