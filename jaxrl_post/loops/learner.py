@@ -6,6 +6,7 @@ P prompts a step, G samples each; A micro-batches, B rows, M targets of an updat
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from jaxrl_post.loops.job import Job
 from jaxrl_post.loops.network import check_row
 from jaxrl_post.loops.taught_update import TaughtUpdate, numbered
 from jaxrl_post.loops.teachers import NO_TEACHERS, Teachers
+from jaxrl_post.models import backends
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.models.moe import record_dtype
@@ -28,7 +30,7 @@ from jaxrl_post.training.balance import seqlen_metrics
 from jaxrl_post.training.diagnosis import Diagnosis, diagnose, make_probe
 from jaxrl_post.training.loss import policy_loss
 from jaxrl_post.training.optimizer import make_optimizer
-from jaxrl_post.training.packing import PackReport, PackShape, empty_batch, pack, pack_shape
+from jaxrl_post.training.packing import LONGEST_GROUP_ROW, PackReport, PackShape, empty_batch, pack, pack_shape
 from jaxrl_post.training.routing import choice_sharding, packed_choices, routed
 from jaxrl_post.training.state import TrainState, abstract_gradients, init_state, restorable_state, state_shardings
 from jaxrl_post.training.surrogate import sampler_metrics, weighed_advantage
@@ -296,7 +298,7 @@ def update_shape(job: Job, max_new_tokens: int, lessons: bool = False) -> PackSh
 
     Raises: ValueError as `pack_shape`, and for rows that `mesh.sequence` does not cut.
     """
-    config = job.config
+    config, model = job.config, job.network.model
     shape = pack_shape(
         max_prompt=job.lesson_width if lessons else job.prompt_width,
         max_new_tokens=max_new_tokens,
@@ -306,7 +308,8 @@ def update_shape(job: Job, max_new_tokens: int, lessons: bool = False) -> PackSh
         row_length=config.training.row_length,
         share_prefix=config.training.share_prefix,
         batch_shards=batch_shards(job.network.mesh),
-        attention_length=attention_length(job.network.model),
+        attention_length=attention_length(model),
+        longest_group_row=backends.longest_row(model) if model.attention == "flash" else LONGEST_GROUP_ROW,
     )
     check_row(job.network, shape.length)
     return shape
@@ -318,6 +321,8 @@ def attention_length(model: ModelConfig) -> float:
     By operations it is (layer's weights) / (2 · heads · head width). Attention runs over whole masked rows at a quarter
     of the products' speed: measured on CPUs with 5M and 135M parameters (benchmarks/README.md).
     """
+    if model.attention == "flash":
+        return math.inf  # what a token does not see, the other samples of its group, is not computed
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     weights = model.hidden_size * (2 * queries + 2 * keys + 3 * model.active_width)
     return weights / (2 * queries) / 4

@@ -7,6 +7,7 @@ of who sees whom, `attention.sees`; what a backend cannot do is refused here by 
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import jax
@@ -78,14 +79,19 @@ def _obstacle_to_cudnn(model: ModelConfig, platform: Platform) -> str | None:
     return None
 
 
+def longest_row(model: ModelConfig) -> float:
+    """The most columns of a row that the model's backend takes."""
+    if model.attention != "flash" or model.platform != "tpu":
+        return math.inf
+    return TPU_WHOLE // whole_bytes(1, model.head_dim, jnp.dtype(model.dtype).itemsize)
+
+
 def check_length(model: ModelConfig, T: int) -> None:
     """Raises: ValueError for rows of T columns that the model's backend cannot take."""
-    itemsize = jnp.dtype(model.dtype).itemsize
-    needed = whole_bytes(T, model.head_dim, itemsize)
-    if model.attention == "flash" and model.platform == "tpu" and needed > TPU_WHOLE:
+    if (most := longest_row(model)) < T:
         raise ValueError(
-            f"rows of {T} positions do not fit the memory of a TPU's core with model.attention=flash, at most "
-            f"{T * TPU_WHOLE // needed} do: set model.attention=xla, shorten rows, or cut them over mesh.sequence"
+            f"rows of {T} positions do not fit the memory of a TPU's core with model.attention=flash, at most {most} "
+            "do: set model.attention=xla, shorten rows, or cut them over mesh.sequence"
         )
     if model.attention == "cudnn" and T % 2:
         raise ValueError(

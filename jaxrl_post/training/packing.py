@@ -21,7 +21,7 @@ from jaxrl_post.training.balance import places, rank_tokens
 from jaxrl_post.types import TrainBatch, Trajectory
 
 ROW_MULTIPLE = 32
-LONGEST_GROUP_ROW = 1024  # attention is quadratic in the row, so larger groups are split over rows
+LONGEST_GROUP_ROW = 1024  # where attention is quadratic in the row, larger groups are split over rows
 POSITION_FIELDS = ("tokens", "positions", "segments", "branches")
 FIELD_DTYPES = dict.fromkeys((*POSITION_FIELDS, "source", "target", "sequence"), np.int32) | {"mask": np.bool_}
 
@@ -71,20 +71,23 @@ def pack_shape(
     share_prefix: bool = True,
     batch_shards: int = 1,
     attention_length: float = math.inf,
+    longest_group_row: float = LONGEST_GROUP_ROW,
 ) -> PackShape:
     """Shapes from configuration alone, so that one program serves every update and no data can exceed them.
 
     `prompts` are those of one optimizer update, `tokens_per_microbatch` is per device. A null `row_length` becomes a
     multiple of 32 (or `tokens_per_microbatch`, if less) that holds as many samples of a group as is cheapest: more of
-    them share a prompt, and each attends over a longer row, of at most 1024. `attention_length` is the row length at
-    which attention costs as much as the rest of the model. `micro_batches` is enough for full-length samples however
-    they fall: best fit opens a row only when all others are too full for the block.
+    them share a prompt, and each attends over a longer row, of at most `longest_group_row` if it holds several.
+    `attention_length` is the row length at which attention costs as much as the rest of the model. `micro_batches` is
+    enough for full-length samples however they fall: best fit opens a row only when all others are too full for the
+    block.
 
     Raises: ValueError when one sample does not fit a row or a row does not fit `tokens_per_microbatch`.
     """
     group, groups = (samples_per_prompt, prompts) if share_prefix else (1, prompts * samples_per_prompt)
     sample, whole = max_prompt + max_new_tokens, max_prompt + group * max_new_tokens
-    length = row_length or _row_length(max_prompt, max_new_tokens, group, tokens_per_microbatch, attention_length)
+    most = min(tokens_per_microbatch, longest_group_row)
+    length = row_length or _row_length(max_prompt, max_new_tokens, group, tokens_per_microbatch, most, attention_length)
     if not sample <= length <= tokens_per_microbatch:
         raise ValueError(
             f"a row of {length} positions must hold max_prompt_tokens + max_new_tokens = {sample} and fit "
@@ -171,11 +174,13 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def _row_length(max_prompt: int, max_new_tokens: int, group: int, budget: int, attention_length: float) -> int:
+def _row_length(
+    max_prompt: int, max_new_tokens: int, group: int, budget: int, most: float, attention_length: float
+) -> int:
     """The cheapest of rows that hold 1 … `group` samples of a prompt, for full-length samples of one group."""
     length = lambda samples: max_prompt + samples * max_new_tokens
     cost = lambda samples: math.ceil(group / samples) * length(samples) * (1 + length(samples) / attention_length)
-    fitting = [k for k in range(1, group + 1) if length(k) <= min(budget, LONGEST_GROUP_ROW)] or [1]
+    fitting = [k for k in range(1, group + 1) if length(k) <= most] or [1]
     cheapest = length(min(fitting, key=cost))
     return min(math.ceil(cheapest / ROW_MULTIPLE) * ROW_MULTIPLE, max(budget, cheapest))
 

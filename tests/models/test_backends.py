@@ -12,7 +12,7 @@ from test_flash import B, T, inputs, of_xla, outcome, packed_rows
 from tiny_models import CASES
 
 from jaxrl_post.config import Config
-from jaxrl_post.loops.learner import Learner
+from jaxrl_post.loops.learner import Learner, update_shape
 from jaxrl_post.loops.network import initial_params
 from jaxrl_post.loops.planning import stand_in_job
 from jaxrl_post.models import backends, sequence
@@ -112,6 +112,16 @@ def test_a_recipe_is_refused_before_any_device_work():
     assert (
         network(recipe(model={"attention": "flash"}, mesh=cut, training={"sequence_attention": "ulysses"})) == "flash"
     )
+
+
+@pytest.mark.parametrize(("attention", "length"), [("xla", 1024), ("flash", 2560)])
+def test_a_row_takes_a_whole_group_where_its_samples_cost_each_other_nothing(attention, length):
+    """A prompt of 512 and samples of 512: 1024 columns are one sample, 512 + 4 × 512 all of a group."""
+    config = recipe(model={"attention": attention}, mesh={"fsdp": 1, "allow_unused_devices": True})
+    long = {"data": {"prompts_per_step": 8, "max_prompt_tokens": 512}, "training": {"tokens_per_microbatch": 4096}}
+    raw = config.model_dump() | long | {"rollout": {"samples_per_prompt": 4, "max_new_tokens": 512}}
+    job = stand_in_job(Config.model_validate(raw), jax.devices()[:1])
+    assert update_shape(job, 512).length == length
 
 
 def on_rows_and_heads():
