@@ -118,7 +118,8 @@ def test_a_plan_counts_the_hosts_memory_apart():
         assert before.on_host == ()
         assert on_host["optimizer"] + device["optimizer"] == optimizer
         assert device["optimizer"] < 64  # counters
-        assert before.peak - after.peak > 0.9 * optimizer
+    beside = here.programs[0].peak - there.programs[0].peak  # a rollout; CPUs' compiler tells no memories apart
+    assert beside == optimizer - device["optimizer"]
     assert there.programs[1].seconds["host"] == pytest.approx(on_host["optimizer"] / 64e9)
     assert "in the host's memory: optimizer" in describe(there)
 
