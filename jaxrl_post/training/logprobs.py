@@ -161,7 +161,7 @@ def in_chunks(
     def skip(*parts: jax.Array) -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, *parts))
 
-    if M <= chunk:
+    if chunk >= M:
         return lax.cond(live_BM.any(), compute, skip, *inputs, mask_BM)
 
     @jax.checkpoint
