@@ -40,7 +40,7 @@ def length_of(seed, step, request):
 class Clockwork:
     """A sampler whose requests end after `length_of` their keys; one token a tick, all at once, one replica."""
 
-    def generate(self, params, prompts, options, *, seed, step, width, partial):
+    def generate(self, params, prompts, options, *, seed, step, width, partial, hear):
         G = options.samples_per_prompt
         starts = partial.starts
         assert len(starts) == len(prompts) * G
