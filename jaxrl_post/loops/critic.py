@@ -192,11 +192,10 @@ class Critic:
                     self._state, metrics, _ = self._update(self._started(), batch, n_micro, self._held(policy))
                     if n_micro:
                         rows.append(floats(metrics))
-                        skipped = rows[-1]["critic/skipped_update"] > 0
-                        self._skips.note(skipped, self._state, batch, n_micro, held=self._held(policy))
-        return mean_metrics(rows) | {
-            "training/skipped_critic_updates": sum(row["critic/skipped_update"] for row in rows)
-        }
+                        faulty = rows[-1]["critic/skipped_update"] > 0
+                        self._skips.note(faulty, self._state, batch, n_micro, held=self._held(policy))
+        skipped = {"training/skipped_critic_updates": sum(row["critic/skipped_update"] for row in rows)}
+        return mean_metrics(rows) | (skipped if rows else {})
 
     def replay(self, folder: Path) -> tuple[Diagnosis, Metrics]:
         """A look into one update that `Skips` has kept, and the metrics that it gives. Raises: ValueError as

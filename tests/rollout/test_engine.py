@@ -145,7 +145,7 @@ def test_the_decode_loops_copy_no_chunk_of_the_cache():
         options = SampleOptions(samples_per_prompt=2, max_new_tokens=10)
         requests = sampler()._requests(PROMPTS, options, 8, 0, None, None)
         shape = engine_shape(5, options, 8, requests.options, CONFIG, 1e9, "cpu" if unrolled else "gpu")
-        shape = dataclasses.replace(shape, chunks=(3, 7), drain=(10,))
+        shape = dataclasses.replace(shape, chunks=(3, 7), drain=(10,), attention="xla")
         program = make_rollout(model()[0], shape, mesh_of()).lower(model()[1], requests, None, np.int32(0))
         bodies = re.findall(r"^%[^\n]*region[^\n]*\{\n(.*?)^\}", program.compile().as_text(), re.S | re.M)
         decoding = [body for body in bodies if "dynamic-update-slice" in body or "dynamic_update_slice" in body]
@@ -199,7 +199,7 @@ def test_collectives_of_the_decode_loop_stay_inside_a_tensor_group():
     axes = EIGHT_DEVICES["fsdp_tensor"]
     generate(devices=8, axes=axes)
     who = sampler((96,), 8, **dict(axes))
-    [program] = [f for shape, f in who._compiled.items() if not shape.features.greedy]
+    [program] = [f for (shape, _), f in who._compiled.items() if not shape.features.greedy]
     mesh = mesh_of(8, **dict(axes))
     requests = who._requests(PROMPTS, SampleOptions(samples_per_prompt=2, max_new_tokens=10), 8, 0, None, None)
     params = place(model()[1], tree_shardings(abstract(CONFIG)[2], abstract(CONFIG)[1], ROLLOUT, mesh))
@@ -338,7 +338,7 @@ def test_compiles_once_for_each_shape():
     for _ in range(2):
         for n in range(1, 34):
             who.generate(params, [list(range(1, n + 1))], options, seed=0, step=n)
-    assert sorted(shape.width for shape in who._compiled) == [8, 16, 32, 64]
+    assert sorted(shape.width for shape, _ in who._compiled) == [8, 16, 32, 64]
     assert all(f._cache_size() == 1 for f in who._compiled.values())
 
 
