@@ -1,5 +1,6 @@
-"""Run as `python compile_updates.py TARGET RECIPE[,KEY=VALUE…]…`: compiles updates for hardware that is not there.
+"""Run as `python compile_updates.py TARGET RECIPE[,KEY=VALUE…]…`: compiles updates for hardware that need not be there.
 
+TARGET is one of `launch plan`, or cpu.
 Prints a line of JSON for each: seconds, how packed rows attend, and the kernels in the program.
 """
 
@@ -11,19 +12,30 @@ from launch.no_devices import look_for_none
 
 look_for_none()
 
+import jax  # noqa: E402
+
+from jaxrl_post.config_offline import OfflineConfig  # noqa: E402
+from jaxrl_post.loops import offline_planning, planning  # noqa: E402
 from jaxrl_post.loops.learner import Learner  # noqa: E402
-from jaxrl_post.loops.planning import stand_in_job  # noqa: E402
+from jaxrl_post.loops.offline_learner import OfflineLearner  # noqa: E402
 from jaxrl_post.recipes import load  # noqa: E402
 from sharding.report import Program  # noqa: E402
 from sharding.targets import open_target, parse_target  # noqa: E402
 
-target = parse_target(sys.argv[1])
-devices = open_target(target)[:1]
+if sys.argv[1] == "cpu":
+    devices, options = jax.devices("cpu")[:1], {}
+else:
+    target = parse_target(sys.argv[1])
+    devices, options = open_target(target)[:1], target.compiler_options
 for asked in sys.argv[2:]:
     begun = time.monotonic()
     recipe, *overrides = asked.split(",")
-    learner = Learner(job := stand_in_job(load(recipe, overrides), devices))
-    compiled = learner.traced_update().lower().compile(compiler_options=target.compiler_options)
+    config = load(recipe, overrides)
+    if isinstance(config, OfflineConfig):
+        learner = OfflineLearner(job := offline_planning.stand_in_job(config, devices))
+    else:
+        learner = Learner(job := planning.stand_in_job(config, devices))
+    compiled = learner.traced_update().lower().compile(compiler_options=options)
     line = {
         "recipe": asked,
         "seconds": time.monotonic() - begun,

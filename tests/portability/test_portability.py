@@ -70,6 +70,8 @@ def test_the_update_of_every_online_method_compiles_for_hardware_that_is_not_her
 @pytest.mark.parametrize(
     ("target", "attention", "kernel"),
     [
+        ("cpu", "xla", None),
+        ("cpu", "flash", None),
         ("h200:1x1", "xla", None),
         ("h200:1x1", "flash", "flash_attend"),
         ("h200:1x1", "cudnn", "__cudnn$fmhaScaleBiasSoftmax"),
@@ -78,7 +80,7 @@ def test_the_update_of_every_online_method_compiles_for_hardware_that_is_not_her
     ],
 )
 def test_both_layouts_of_rows_compile_with_each_backend(target, attention, kernel, did):
-    """Groups that share a prompt as branches of a row, and one sample after another."""
+    """Groups that share a prompt as branches of a row, and one sample after another; a CPU interprets its kernels."""
     recipe = f"configs/tiny/grpo.yaml,model.attention={attention}"
     if attention == "cudnn" and importlib.util.find_spec("nvidia.cudnn") is None:
         assert (
