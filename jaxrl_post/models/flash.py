@@ -54,8 +54,8 @@ def flash_attention(
 ) -> jax.Array:
     """`attention.packed_attention` by a platform's kernels; on a CPU they are interpreted, to be looked at.
 
-    Any length, width and number of heads. Products take q, k and v in their dtype, all else is float32. A query that
-    sees nothing, padding, returns 0.
+    Any number of heads; `backends` knows the limits of width and length. Products take q, k and v in their dtype, all
+    else is float32. A query that sees nothing, padding, returns 0.
     """
     return _forward(q_BTHN, k_BTKN, v_BTKN, segments_BT, branches_BT, platform)[0]
 
