@@ -20,6 +20,11 @@ HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 ONLINE = [
     "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "remax", "opo", "pass_at_k", "maxrl", "lite_ppo", "gpg", "gdpo",
     "dapo", "gspo", "cispo", "sapo", "dppo", "gmpo", "topr", "policy_gradient", "custom", "ppo", "moe_grpo",
+    "offload",
+]  # fmt: skip
+OFFLINE = [
+    "sft", "dpo", "mpo", "f_dpo", "robust_dpo", "hinge", "ipo", "kto", "orpo", "simpo", "cpo", "exo", "nca", "bco",
+    "sppo", "apo_zero", "apo_down", "discopop", "reward_model",
 ]  # fmt: skip
 
 
@@ -59,11 +64,12 @@ def test_a_step_gives_the_same_numbers_on_whatever_is_here(attention, did):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["h200:1x1", "v5e:2x2"])
-def test_the_update_of_every_online_method_compiles_for_hardware_that_is_not_here(target, did):
-    recipes = [f"configs/tiny/{name}.yaml" for name in ONLINE]
+@pytest.mark.parametrize(("kind", "names"), [("online", ONLINE), ("offline", OFFLINE)])
+def test_the_update_of_every_method_compiles_for_hardware_that_is_not_here(kind, names, target, did):
+    recipes = [f"configs/tiny/{name}.yaml" for name in names]
     compiled = run("compile_updates.py", target, *recipes)
     assert [line["recipe"] for line in compiled] == recipes
-    did(target, f"compiled the updates of {len(compiled)} online methods")
+    did(target, f"compiled the updates of {len(compiled)} {kind} methods")
 
 
 @pytest.mark.slow
