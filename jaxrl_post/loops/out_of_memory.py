@@ -81,7 +81,8 @@ def _advice(config: Config | OfflineConfig, phase: str, sampling: bool) -> str:
         return "Lower tokens_per_batch of a reward model; graders of text take the host's memory"
     if phase in ("start", "save_checkpoint", "between phases"):
         return f"Change {_settings(config, HOLDING)}: weights and optimizer themselves do not fit"
-    recompute = "; set model.remat=full" if config.model.remat != "full" and phase.startswith("update") else ""
+    may_recompute = phase.startswith("update") and not config.model.remat.startswith("full")
+    recompute = "; set model.remat=full" if may_recompute else ""
     return f"Lower {_settings(config, SCORING)}{recompute}"
 
 
