@@ -114,7 +114,7 @@ def test_blocks_beyond_the_last_are_zero_and_experts_without_any_get_no_gradient
 @pytest.mark.slow
 def test_runs_sample_and_learn_as_with_the_loop_over_blocks(tmp_path):
     """The kernels in prefill, decode and update, on experts and a width that are cut."""
-    changes = {"blocked": [], "grouped": ["mesh.data=2", "mesh.fsdp=1", "mesh.expert=2", "mesh.tensor=2"]}
+    changes = {"blocked": [], "grouped": ["mesh.data=2", "mesh.expert=2", "mesh.tensor=2"]}
     for backend, mesh in changes.items():
         overrides = [f"run_dir={tmp_path / backend}", f"model.moe.backend={backend}", "steps=2", *mesh]
         run(recipes.load("configs/tiny/moe_grpo.yaml", ["evaluation.enabled=false", *QUICK, *overrides]))
