@@ -200,7 +200,8 @@ class Config(Section):
     training: Training = Training()
     checkpoint: Checkpoint = Checkpoint()
     watchdog_minutes: Positive | None = 60.0
-    """Longest that the start or a phase of a step lasts: the process then tells what it waits for and ends. Null: no limit."""
+    """Longest that the start or a phase of a step may last: the process then tells what it waits for and ends. Null:
+    no limit."""
     evaluation: Evaluation = Evaluation()
     alerts: Alerts = Alerts()
     debug: Debug = Debug()

@@ -284,7 +284,8 @@ class OfflineConfig(Section):
     training: OfflineTraining = OfflineTraining()
     checkpoint: Checkpoint = Checkpoint()
     watchdog_minutes: Positive | None = 60.0
-    """Longest that the start or a phase of a step lasts: the process then tells what it waits for and ends. Null: no limit."""
+    """Longest that the start or a phase of a step may last: the process then tells what it waits for and ends. Null:
+    no limit."""
     evaluation: OfflineEvaluation = OfflineEvaluation()
 
     @model_validator(mode="after")

@@ -23,13 +23,13 @@ from sharding.rules import ROLLOUT
 MODEL = {"hidden_size": 64, "intermediate_size": 128, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 16}
 
 
-def job_of(**mesh):
+def job_of(chunk=256, **mesh):
     raw = {
         "model": {"random": MODEL, "scan_layers": True},
         "mesh": mesh,
         "data": {"prompts_per_step": 8, "max_prompt_tokens": 16},
         "rollout": {"samples_per_prompt": 4, "max_new_tokens": 16},
-        "training": {"tokens_per_microbatch": 256, "row_length": 64},
+        "training": {"tokens_per_microbatch": 256, "row_length": 64, "logprob_chunk": chunk},
     }
     return stand_in_job(Config.model_validate(raw), jax.devices())
 
@@ -68,6 +68,13 @@ def test_an_update_gathers_weights_and_sums_gradients_once_a_micro_batch():
     assert_budget(sent(learner.traced_update(), [1], job.network.mesh), UPDATE_BUDGET)
 
 
+def test_all_chunks_of_targets_share_one_gathered_head_and_one_sum_of_its_gradient():
+    job = job_of(chunk=16, fsdp=4, tensor=2)
+    found = sent(Learner(job).traced_update(), [1], job.network.mesh)
+    over_fsdp = lambda lines: [line for line in lines if " over fsdp of " in line]
+    assert_budget(over_fsdp(found), over_fsdp(UPDATE_BUDGET))
+
+
 def test_no_part_of_the_optimizer_is_whole_on_a_device():
     job = job_of(fsdp=8)
     state = Learner(job).abstract_state()
@@ -92,18 +99,17 @@ ROLLOUT_BUDGET = [
 UPDATE_BUDGET = [
     "all-gather over fsdp of 16,384 bytes: 18",
     "all-gather over fsdp of 2,048 bytes: 1",
-    "all-gather over fsdp of 33,792 bytes: 3",
+    "all-gather over fsdp of 33,792 bytes: 1",
     "all-gather over fsdp of 4,096 bytes: 12",
     "all-gather over fsdp of 8,192 bytes: 12",
     "all-gather over tensor of 4,096 bytes: 1",
-    "all-reduce over fsdp of 1 bytes: 1",
+    "all-reduce over fsdp of 1,024 bytes: 1",
     "all-reduce over fsdp of 12 bytes: 1",
     "all-reduce over fsdp of 20 bytes: 1",
-    "all-reduce over fsdp of 296 bytes: 1",
-    "all-reduce over fsdp of 33,792 bytes: 1",
+    "all-reduce over fsdp of 34,088 bytes: 1",
     "all-reduce over fsdp of 74,240 bytes: 3",
     "all-reduce over fsdp of 8 bytes: 1",
-    "all-reduce over tensor of 1,024 bytes: 5",
+    "all-reduce over tensor of 1,024 bytes: 3",
     "all-reduce over tensor of 131,072 bytes: 3",
     "all-reduce over tensor of 16,896 bytes: 1",
     "all-reduce over tensor of 196,608 bytes: 3",

@@ -316,9 +316,8 @@ def update_shape(job: Job, max_new_tokens: int, lessons: bool = False) -> PackSh
 
 
 def _longest_group_row(network: Network) -> float:
-    """Kernels leave out what samples do not see of each other, so rows may be as long as they like. But each
-    `logprob_chunk` of a row's targets gathers a head that is cut over `fsdp`: many short rows at once share that."""
-    is_long = network.model.attention == "flash" and network.mesh.shape["fsdp"] == 1
+    """Kernels leave out what samples do not see of each other, so rows may be as long as they like."""
+    is_long = network.model.attention == "flash"
     return backends.longest_row(network.model) if is_long else LONGEST_GROUP_ROW
 
 

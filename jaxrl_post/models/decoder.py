@@ -237,10 +237,11 @@ class Decoder(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Scores over the vocabulary, float32 [..., V], of final hidden states [..., D]."""
-        head_VD = self.embed if self.config.tie_embeddings else self.head
-        folded_XD = x.reshape(-1, x.shape[-1])  # see `product`
-        logits_XV = jnp.einsum("xd,vd->xv", folded_XD, head_VD[...].astype(x.dtype), preferred_element_type=jnp.float32)
-        return logits_XV.reshape(*x.shape[:-1], -1)
+        return scores(self.scorer(), x)
+
+    def scorer(self) -> jax.Array:
+        """The weights [V, D] of `logits`."""
+        return (self.embed if self.config.tie_embeddings else self.head)[...]
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         return self.embed[...].astype(self.config.dtype)[tokens]
@@ -272,6 +273,13 @@ class Decoder(nnx.Module):
         h_BTD = _norm(x_BTD, w["mlp_norm"], self.config.norm_eps)
         y_BTD, routing = mlp(w, h_BTD, choices_BTk)
         return x_BTD + y_BTD, routing
+
+
+def scores(scorer_VD: jax.Array, x: jax.Array) -> jax.Array:
+    """`Decoder.logits` with its weights at hand: float32 [..., V] of [..., D]."""
+    folded_XD = x.reshape(-1, x.shape[-1])  # see `product`
+    logits_XV = jnp.einsum("xd,vd->xv", folded_XD, scorer_VD.astype(x.dtype), preferred_element_type=jnp.float32)
+    return logits_XV.reshape(*x.shape[:-1], -1)
 
 
 def _norm(x: jax.Array, scale_N: jax.Array, eps: float) -> jax.Array:

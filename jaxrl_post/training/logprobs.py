@@ -5,6 +5,7 @@ Legend: B rows, T positions and M targets of a row, D width, V vocabulary, C chu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxrl_post.models.decoder import Decoder, Params, split
+from jaxrl_post.models.decoder import Decoder, Params, scores, split
 from jaxrl_post.models.placement import ANYWHERE, SEQUENCE, Placement
 from jaxrl_post.objectives.reductions import live
 
@@ -63,9 +64,8 @@ def target_logprobs(
     the states of its rows for them once: of a width of D, about as much as a ring sends in two layers.
     """
     if (s := place.parts) == 1:
-        return chunked_logprobs(
-            decoder.logits, at_targets(x_BTD, source_BM), target_BM, mask_BM, chunk=chunk, **options
-        )
+        run = _on_own_rows(functools.partial(chunked_logprobs, chunk=chunk, **options), place)
+        return run(decoder.scorer(), at_targets(x_BTD, source_BM), target_BM, mask_BM)
     graphdef, params = split(decoder)
     M = target_BM.shape[1]
     dealt = lambda x_BM: jnp.pad(x_BM, ((0, 0), (0, -M % s))).reshape(len(x_BM), -1, s)
@@ -109,6 +109,31 @@ def hidden_at(
 def at_targets(x_BTD: jax.Array, source_BM: jax.Array) -> jax.Array:
     """[B, M, D], from the columns that predict the targets."""
     return jnp.take_along_axis(x_BTD, source_BM[..., None], axis=1, mode="clip")
+
+
+def _on_own_rows(run: Callable[..., Any], place: Placement) -> Callable[..., Any]:
+    """`run(logits, x, target, mask, live_BM=…)` as a function of (the scorer, x, target, mask), of each device's own
+    rows: the scorer is gathered once for all chunks, and its gradient summed once after them. Left to the compiler each
+    chunk would do both. Devices agree on the chunks that are skipped."""
+    rows = PartitionSpec() if place.rows is None else PartitionSpec(*place.rows.spec[:1])
+    axes = {axis for cut in rows for axis in ((cut,) if isinstance(cut, str) else cut or ())}
+
+    def local(scorer_VD: jax.Array, x_BMD: jax.Array, target_BM: jax.Array, mask_BM: jax.Array) -> Any:
+        anyones_BM = lax.pmax(mask_BM.astype(jnp.int32), tuple(axes)) > 0 if axes else mask_BM
+        return run(functools.partial(scores, scorer_VD), x_BMD, target_BM, mask_BM, live_BM=anyones_BM)
+
+    if place.rows is None or not axes:
+        return local
+    by_device = jax.shard_map(
+        local,
+        mesh=place.rows.mesh,
+        in_specs=(PartitionSpec(), rows, rows, rows),
+        out_specs=rows,
+        axis_names=axes,
+        check_vma=False,
+    )
+    # The gradient's sum is in the dtype of what goes in, and XLA's CPU backend aborts on a bfloat16 one.
+    return lambda scorer_VD, *rest: by_device(scorer_VD.astype(jnp.float32), *rest)
 
 
 def chunked_logprobs(
