@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jaxrl_post.config import Config
@@ -22,6 +23,7 @@ from sharding.targets import Target, open_target, parse_target
 
 GIB = 2**30
 FITS, DOES_NOT_FIT = 0, 1
+Sizes = tuple[tuple[str, int], ...]  # of the axes that are wider than 1
 
 
 def plan(config: Config | OfflineConfig, targets: Sequence[str], as_json: bool, sweep: bool) -> int:
@@ -32,11 +34,13 @@ def plan(config: Config | OfflineConfig, targets: Sequence[str], as_json: bool, 
     reports, worst = [], FITS
     for target in [parse_target(name) for name in targets]:
         devices = open_target(target)
-        plans = list(_sweep(config, target, devices)) if sweep else [_plan_one(config, target, devices)]
+        plans, refused = _sweep(config, target, devices) if sweep else ([_plan_one(config, target, devices)], {})
         reports += [as_dict(one) for one in plans]
+        reports += [{"target": target.name, "mesh": dict(mesh), "refused": why} for mesh, why in refused.items()]
         worst = max(worst, FITS if any(one.fits for one in plans) else DOES_NOT_FIT)
         if not as_json:
-            print("\n\n".join([describe(one) for one in plans[:1]] + ([ranking(plans)] if sweep else [])), flush=True)
+            ranked = [ranking(plans, refused)] if sweep else []
+            print("\n\n".join([describe(one) for one in plans[:1]] + ranked), flush=True)
     if as_json:
         print(json.dumps(reports, indent=1))
     return worst
@@ -48,9 +52,12 @@ def _plan_one(config: Config | OfflineConfig, target: Target, devices: Sequence[
     return Planner(config, target, devices).plan()
 
 
-def _sweep(config: Config | OfflineConfig, target: Target, devices: Sequence[Any]) -> list[Plan]:
-    """Plans for the mesh factorizations that the model allows, those that fit and are fast first."""
-    plans, refused = [], []
+def _sweep(
+    config: Config | OfflineConfig, target: Target, devices: Sequence[Any]
+) -> tuple[list[Plan], dict[Sizes, str]]:
+    """Plans for the mesh factorizations that the model allows, those that fit and are fast first, and why others are
+    none, in one line each."""
+    plans, refused = [], {}
     folder = None if config.model.path is None else resolve(config.model.path)
     moe = model_config(config, folder, 0, target.chip.platform).moe
     for mesh in factorizations(len(devices), target.per_link, moe.count if moe else 1):
@@ -58,10 +65,11 @@ def _sweep(config: Config | OfflineConfig, target: Target, devices: Sequence[Any
         try:
             plans.append(_plan_one(changed, target, devices))
         except ValueError as error:
-            refused.append(f"{mesh}: {error}")
+            refused[tuple((axis, n) for axis, n in mesh.items() if n > 1)] = " ".join(str(error).split())
     if not plans:
-        raise ValueError(f"no mesh of {target.name} takes the model: {'; '.join(refused)}")
-    return sorted(plans, key=lambda one: (not one.fits, one.step_seconds or math.inf))
+        reasons = "; ".join(f"{_axes(dict(mesh))}: {why}" for mesh, why in refused.items())
+        raise ValueError(f"no mesh of {target.name} takes the model: {reasons}")
+    return sorted(plans, key=lambda one: (not one.fits, one.step_seconds or math.inf)), refused
 
 
 def factorizations(devices: int, per_link: int, experts: int = 1) -> Iterator[dict[str, int]]:
@@ -76,7 +84,7 @@ def factorizations(devices: int, per_link: int, experts: int = 1) -> Iterator[di
 
 def describe(one: Plan) -> str:
     """The report of one plan as text."""
-    chip, axes = one.target.chip, " × ".join(f"{axis}={size}" for axis, size in one.mesh.items()) or "one device"
+    chip, axes = one.target.chip, _axes(one.mesh)
     count = f"{one.parameters / 1e9:.2f}B" if one.parameters >= 1e8 else f"{one.parameters / 1e6:.2f}M"
     lines = [f"{one.target.name}: {count} parameters on {axes}"]
     lines += [f"  a rollout: {one.shape}"] if one.shape else []
@@ -110,16 +118,20 @@ def _program_lines(program: ProgramPlan, memory: int) -> Iterator[str]:
     yield f"  estimate, roofline: {seconds}"
 
 
-def ranking(plans: Sequence[Plan]) -> str:
-    """One line a mesh, the best first."""
+def ranking(plans: Sequence[Plan], refused: Mapping[Sizes, str] = MappingProxyType({})) -> str:
+    """One line a mesh, the best first, and after them those that are refused."""
     lines = ["meshes, the best first"]
     for one in plans:
-        axes = " × ".join(f"{axis}={size}" for axis, size in one.mesh.items()) or "one device"
-        refused = one.step_seconds is None
-        peak = "no room" if refused else size_text(max(program.peak for program in one.programs))
-        time = "" if refused else f"{one.step_seconds:.1f} s a step"
-        lines.append(f"  {axes:32} {peak:>12}  {'fits' if one.fits else 'does not fit':12}  {time}")
+        unknown = one.step_seconds is None
+        peak = "no room" if unknown else size_text(max(program.peak for program in one.programs))
+        time = "" if unknown else f"{one.step_seconds:.1f} s a step"
+        lines.append(f"  {_axes(one.mesh):32} {peak:>12}  {'fits' if one.fits else 'does not fit':12}  {time}")
+    lines += [f"  {_axes(dict(mesh)):32} {'refused':>12}  {why}" for mesh, why in refused.items()]
     return "\n".join(lines)
+
+
+def _axes(mesh: Mapping[str, int]) -> str:
+    return " × ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
 
 
 CUT_MORE = "more devices, or mesh.fsdp larger in place of mesh.data"

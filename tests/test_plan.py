@@ -88,6 +88,27 @@ def test_a_sweep_ranks_the_meshes_there_are_with_experts_among_them(capsys, monk
     assert all("does not fit" in line for line in ranked)
 
 
+def test_a_sweep_says_in_a_line_why_it_leaves_a_mesh_out(capsys, monkeypatch):
+    fits = Plan(targets.parse_target("h200:1x2"), {"fsdp": 2}, 7, "", (ProgramPlan("update", 1),))
+
+    def one(config, target, devices):
+        if config.mesh.tensor > 1:
+            raise ValueError("three heads\n  do not divide")
+        return fits
+
+    monkeypatch.setattr(planning, "_plan_one", one)
+    assert planning.plan(offline("sft"), ["h200:1x2"], as_json=False, sweep=True) == FITS
+    ranked = capsys.readouterr().out.partition("meshes, the best first\n")[2].splitlines()
+    assert [" ".join(line.split()) for line in ranked[1:]] == ["tensor=2 refused three heads do not divide"]
+    planning.plan(offline("sft"), ["h200:1x2"], as_json=True, sweep=True)
+    assert json.loads(capsys.readouterr().out)[1] == {
+        "target": "h200:1x2", "mesh": {"tensor": 2}, "refused": "three heads do not divide",
+    }  # fmt: skip
+    monkeypatch.setattr(planning, "factorizations", lambda *_: [{"fsdp": 1, "tensor": 2}])
+    with pytest.raises(ValueError, match="no mesh of h200:1x2 takes the model: tensor=2: three heads do not divide"):
+        planning.plan(offline("sft"), ["h200:1x2"], as_json=False, sweep=True)
+
+
 def test_no_time_is_told_of_a_program_that_found_no_room():
     """Nor is anything known of its memory."""
     refused = ProgramPlan("update", 1, refused="Ran out of memory on HBM")
