@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxrl_post.config_teachers import ModelTeacher, SelfTeacher, StartTeacher, Taught
 from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_post.loops.network import Network, compute_dtype, decoder_params, random_config
+from jaxrl_post.models import sequence
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Params, abstract
 from jaxrl_post.models.huggingface import open_checked, read_config
@@ -87,8 +88,8 @@ NO_TEACHERS = Teachers(())
 def build_teachers(taught: Taught | None, student: Network, seed: int, tokenizer: Tokenizer) -> tuple[Teacher, ...]:
     """The teachers that a recipe asks for; `seed` is that of the run, for a student that starts at random.
 
-    Raises: ValueError naming the teacher: weights that cannot be read, sizes that the mesh does not divide, another
-    vocabulary.
+    Raises: ValueError naming the teacher: weights that cannot be read, sizes that the mesh does not divide, heads that
+    `training.sequence_attention` exchanges among them, another vocabulary.
     """
     built = []
     for name, options in (taught.by_tag if taught else {}).items():
@@ -122,7 +123,11 @@ def _model(options: ModelTeacher, folder: Path | None, student: Network) -> Mode
     else:
         assert options.random is not None
         shape = random_config(options.random, student.model.vocab_size)
-    return dataclasses.replace(shape, dtype=dtype, param_dtype=dtype)
+    sizes = student.mesh.shape  # both read the same rows, cut alike
+    kind = sequence.choose(
+        student.model.sequence_attention, shape.heads, shape.kv_heads, sizes["sequence"], sizes["tensor"]
+    )
+    return dataclasses.replace(shape, dtype=dtype, param_dtype=dtype, sequence_attention=kind)
 
 
 def _network(folder: Path | None, model: ModelConfig, mesh: Mesh) -> Network:
