@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 TINY = ROOT / "configs" / "tiny"
 ONE_DEVICE = ["mesh.fsdp=1", "mesh.allow_unused_devices=true"]
 FOUR_BY_TWO = ["mesh.fsdp=4", "mesh.tensor=2"]
+ALONG_TIME = ["mesh.fsdp=2", "mesh.sequence=4"]
 SETTING = Setting(config.Mesh(), ByteTokenizer(), ByteTokenizer.vocab_size, max_tokens=16, samples=4)
 
 
@@ -61,9 +62,10 @@ def drawn(job, samples=3):
     return job.train_prompts[:4], Rollout(completions, (1,), (1,))
 
 
-def test_scores_are_the_reward_models_own_on_every_mesh(trained):
-    """It was trained on one device; here each of 4 × 2 devices holds its part of weights and rows."""
-    job = job_of(trained, *FOUR_BY_TWO)
+@pytest.mark.parametrize("mesh", [FOUR_BY_TWO, pytest.param(ALONG_TIME, marks=pytest.mark.slow)])
+def test_scores_are_the_reward_models_own_on_every_mesh(trained, mesh):
+    """It was trained on one device; here each of eight devices holds its part of weights and rows."""
+    job = job_of(trained, *mesh)
     prompts, rollout = drawn(job)
     texts, scores = grade(job, prompts, rollout)
     alone = RewardModel(trained, max_tokens=100, tokens_per_batch=100)
