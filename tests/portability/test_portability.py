@@ -35,7 +35,7 @@ def attempt(script, *arguments):
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
     }
     command = [sys.executable, HERE / script, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=590, cwd=ROOT, env=environ)
+    return subprocess.run(command, capture_output=True, text=True, timeout=1800, cwd=ROOT, env=environ)
 
 
 def run(script, *arguments):
