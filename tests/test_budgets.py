@@ -6,6 +6,7 @@ cut) shows as a line of a diff. A budget that is right to change is written anew
 
 import collections
 import difflib
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,9 @@ from sharding.rules import ROLLOUT
 MODEL = {"hidden_size": 64, "intermediate_size": 128, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 16}
 
 
-def job_of(chunk=256, **mesh):
+def job_of(chunk=256, model=MappingProxyType({}), **mesh):
     raw = {
-        "model": {"random": MODEL, "scan_layers": True},
+        "model": {"random": MODEL | dict(model), "scan_layers": True},
         "mesh": mesh,
         "data": {"prompts_per_step": 8, "max_prompt_tokens": 16},
         "rollout": {"samples_per_prompt": 4, "max_new_tokens": 16},
@@ -73,6 +74,17 @@ def test_all_chunks_of_targets_share_one_gathered_head_and_one_sum_of_its_gradie
     found = sent(Learner(job).traced_update(), [1], job.network.mesh)
     over_fsdp = lambda lines: [line for line in lines if " over fsdp of " in line]
     assert_budget(over_fsdp(found), over_fsdp(UPDATE_BUDGET))
+
+
+def test_experts_are_gathered_over_fsdp_alone_and_summed_over_tensor_once_a_layer():
+    """Weights of experts, 12,288 bytes each on a device, are not made whole over tensor; sums of outputs are 65,536."""
+    experts = {"family": "qwen3_moe", "experts": {"count": 4, "per_token": 2, "size": 48}}
+    job = job_of(model=experts, fsdp=2, expert=2, tensor=2)
+    found = sent(Learner(job).traced_update(), [1], job.network.mesh)
+    assert [line for line in found if line.startswith("all-gather over tensor")] == [
+        "all-gather over tensor of 65,536 bytes: 1"  # the embedded rows
+    ]
+    assert "all-reduce over tensor of 65,536 bytes: 13" in found  # 4 a layer, and the embedding
 
 
 def test_no_part_of_the_optimizer_is_whole_on_a_device():

@@ -295,6 +295,7 @@ def test_a_config_json_that_would_change_the_numbers_is_refused_by_name(raw, cha
         (["model.random.experts.per_token=9"], "per_token=9 exceeds count=8"),
         (["mesh.expert=3", "mesh.allow_unused_devices=true", "mesh.fsdp=1"], "expert"),
         (["mesh.expert=2", "mesh.fsdp=4", "model.dtype=bfloat16"], "bfloat16 with mesh.expert=2 does not run on CPUs"),
+        (["mesh.tensor=2", "mesh.fsdp=4", "model.dtype=bfloat16"], "bfloat16 with mesh.tensor=2 does not run on CPUs"),
         (["rollout.partial={}"], "routing_replay cannot follow samples"),
     ],
 )

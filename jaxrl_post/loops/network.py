@@ -160,10 +160,12 @@ def check_row(network: Network, length: int) -> None:
 
 def _check_sums(model: ModelConfig, mesh: Mesh) -> None:
     """Raises: ValueError where XLA's CPU backend would abort: it cannot sum experts' bfloat16 outputs over devices."""
-    if platform(mesh) == "cpu" and model.moe and mesh.shape["expert"] > 1 and model.dtype == "bfloat16":
+    wide = [axis for axis in ("expert", "tensor") if mesh.shape[axis] > 1]
+    if platform(mesh) == "cpu" and model.moe and wide and model.dtype == "bfloat16":
+        axis = wide[0]
         raise ValueError(
-            f"model.dtype=bfloat16 with mesh.expert={mesh.shape['expert']} does not run on CPUs, where XLA cannot sum "
-            "bfloat16 over devices: set model.dtype=float32, or mesh.expert=1"
+            f"model.dtype=bfloat16 with mesh.{axis}={mesh.shape[axis]} does not run on CPUs, where XLA cannot sum "
+            f"experts' bfloat16 over devices: set model.dtype=float32, or mesh.{axis}=1"
         )
 
 

@@ -124,13 +124,14 @@ def _shared(w: Weights, h_BTD: jax.Array) -> jax.Array:
 
 
 def _on_mesh(moe: Experts, placed: NamedSharding | None) -> Mixture:
-    """`_routed` of each device's own rows, its weights gathered, where they are cut, but for the experts and, with
-    kernels, the width that others hold. `placed` None: the rows are whole in the caller's program."""
+    """`_routed` of each device's own rows, its weights gathered, where they are cut, but for the experts and the width
+    that others hold. Left to the compiler that width would be gathered beside. `placed` None: the rows are whole in the
+    caller's program."""
     # An AbstractMesh where an outer program is manual over other axes.
     mesh = placed.mesh if placed else jax.sharding.get_abstract_mesh()
     rows = placed.spec if placed else PartitionSpec()
     manual = {axis for cut in rows for axis in ((cut,) if isinstance(cut, str) else cut or ())}
-    if moe.backend in KERNELS and mesh.shape.get(TENSOR, 1) > 1:
+    if mesh.shape.get(TENSOR, 1) > 1:
         manual |= {TENSOR}
     rules = (ROLLOUT if moe.whole else TRAIN) if placed else ROLLOUT_EXPERTS
 
