@@ -130,7 +130,7 @@ def _on_mesh(moe: Experts, placed: NamedSharding | None) -> Mixture:
     # An AbstractMesh where an outer program is manual over other axes.
     mesh = placed.mesh if placed else jax.sharding.get_abstract_mesh()
     rows = placed.spec if placed else PartitionSpec()
-    manual = {axis for cut in rows for axis in ((cut,) if isinstance(cut, str) else cut or ())}
+    manual = set(Placement(placed).axes)
     if mesh.shape.get(TENSOR, 1) > 1:
         manual |= {TENSOR}
     rules = (ROLLOUT if moe.whole else TRAIN) if placed else ROLLOUT_EXPERTS

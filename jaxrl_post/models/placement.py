@@ -26,6 +26,12 @@ class Placement:
         return x_BTD if self.rows is None else lax.with_sharding_constraint(x_BTD, self.rows)
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes that rows or their time are cut over."""
+        cuts = () if self.rows is None else self.rows.spec
+        return tuple(axis for cut in cuts for axis in ((cut,) if isinstance(cut, str) else cut or ()))
+
+    @property
     def parts(self) -> int:
         """Devices that time is cut over."""
         if self.rows is None or tuple(self.rows.spec[1:2]) != (SEQUENCE,):

@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxrl_post.models.decoder import Decoder, Params, scores, split
+from jaxrl_post.models.decoder import Decoder, scores
 from jaxrl_post.models.placement import ANYWHERE, SEQUENCE, Placement
 from jaxrl_post.objectives.reductions import live
 
@@ -60,37 +59,43 @@ def target_logprobs(
 ) -> tuple[jax.Array, jax.Array]:
     """`token_logprobs` from hidden states; options are those of `chunked_logprobs`.
 
-    Where time is cut over s devices, so are the targets: each takes every s-th, live ones being in front, and gathers
-    the states of its rows for them once: of a width of D, about as much as a ring sends in two layers.
+    Each device has its own rows, so that the scorer is gathered once for all chunks and its gradient summed once after
+    them: left to the compiler each chunk would do both. Where time is cut over s devices, so are the targets: each
+    takes every s-th, live ones being in front, and gathers the states of its rows for them once: of a width of D, about
+    as much as a ring sends in two layers. Devices agree on the chunks that are skipped.
     """
-    if (s := place.parts) == 1:
-        run = _on_own_rows(functools.partial(chunked_logprobs, chunk=chunk, **options), place)
-        return run(decoder.scorer(), at_targets(x_BTD, source_BM), target_BM, mask_BM)
-    graphdef, params = split(decoder)
-    M = target_BM.shape[1]
+    s, axes = place.parts, place.axes
+    run: Callable[..., Any] = functools.partial(chunked_logprobs, chunk=-(-chunk // s), **options)
+    if place.rows is None or not axes:
+        return run(decoder.logits, at_targets(x_BTD, source_BM), target_BM, mask_BM)
+    M, time = target_BM.shape[1], SEQUENCE if s > 1 else None
     dealt = lambda x_BM: jnp.pad(x_BM, ((0, 0), (0, -M % s))).reshape(len(x_BM), -1, s)
 
-    def local(params: Params, x_BtD: jax.Array, *dealt: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def local(scorer_VD: jax.Array, x_BtD: jax.Array, *dealt: jax.Array) -> tuple[jax.Array, jax.Array]:
         source_BM, target_BM, mask_BM = (x[..., 0] for x in dealt)
-        # In float32, since their gradients come back as sums over devices; XLA's CPU backend aborts on a bfloat16 sum.
-        x_BTD = lax.all_gather(x_BtD.astype(jnp.float32), SEQUENCE, axis=1, tiled=True)
-        x_BMD = at_targets(x_BTD, source_BM).astype(x_BtD.dtype)
-        anyones_BM = lax.pmax(mask_BM.astype(jnp.int32), SEQUENCE) > 0
-        logits = nnx.merge(graphdef, params).logits
-        said = chunked_logprobs(logits, x_BMD, target_BM, mask_BM, chunk=-(-chunk // s), live_BM=anyones_BM, **options)
+        x_BTD = _whole_rows(x_BtD) if time else x_BtD
+        anyones_BM = lax.pmax(mask_BM.astype(jnp.int32), axes) > 0
+        logits = functools.partial(scores, scorer_VD)
+        said = run(logits, at_targets(x_BTD, source_BM), target_BM, mask_BM, live_BM=anyones_BM)
         return jax.tree.map(lambda x: x[..., None], said)
 
-    assert place.rows is not None
-    targets = PartitionSpec(None, None, SEQUENCE)
+    rows = place.rows.spec[0]
+    targets = PartitionSpec(rows, None, time)
+    # The scorer's gradient is summed in the dtype of what goes in, and XLA's CPU backend aborts on a bfloat16 sum.
     said = jax.shard_map(
         local,
         mesh=place.rows.mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(None, SEQUENCE), targets, targets, targets),
+        in_specs=(PartitionSpec(), PartitionSpec(rows, time), targets, targets, targets),
         out_specs=(targets, targets),
-        axis_names={SEQUENCE},
+        axis_names=set(axes),
         check_vma=False,
-    )(params, x_BTD, dealt(source_BM), dealt(target_BM), dealt(mask_BM))
+    )(decoder.scorer().astype(jnp.float32), x_BTD, dealt(source_BM), dealt(target_BM), dealt(mask_BM))
     return jax.tree.map(lambda x: x.reshape(len(x), -1)[:, :M], said)
+
+
+def _whole_rows(x_BtD: jax.Array) -> jax.Array:
+    """[B, T, D] of columns cut over devices. Sent in float32, since gradients come back as sums (see above)."""
+    return lax.all_gather(x_BtD.astype(jnp.float32), SEQUENCE, axis=1, tiled=True).astype(x_BtD.dtype)
 
 
 def hidden_at(
@@ -109,31 +114,6 @@ def hidden_at(
 def at_targets(x_BTD: jax.Array, source_BM: jax.Array) -> jax.Array:
     """[B, M, D], from the columns that predict the targets."""
     return jnp.take_along_axis(x_BTD, source_BM[..., None], axis=1, mode="clip")
-
-
-def _on_own_rows(run: Callable[..., Any], place: Placement) -> Callable[..., Any]:
-    """`run(logits, x, target, mask, live_BM=…)` as a function of (the scorer, x, target, mask), of each device's own
-    rows: the scorer is gathered once for all chunks, and its gradient summed once after them. Left to the compiler each
-    chunk would do both. Devices agree on the chunks that are skipped."""
-    rows = PartitionSpec() if place.rows is None else PartitionSpec(*place.rows.spec[:1])
-    axes = {axis for cut in rows for axis in ((cut,) if isinstance(cut, str) else cut or ())}
-
-    def local(scorer_VD: jax.Array, x_BMD: jax.Array, target_BM: jax.Array, mask_BM: jax.Array) -> Any:
-        anyones_BM = lax.pmax(mask_BM.astype(jnp.int32), tuple(axes)) > 0 if axes else mask_BM
-        return run(functools.partial(scores, scorer_VD), x_BMD, target_BM, mask_BM, live_BM=anyones_BM)
-
-    if place.rows is None or not axes:
-        return local
-    by_device = jax.shard_map(
-        local,
-        mesh=place.rows.mesh,
-        in_specs=(PartitionSpec(), rows, rows, rows),
-        out_specs=rows,
-        axis_names=axes,
-        check_vma=False,
-    )
-    # The gradient's sum is in the dtype of what goes in, and XLA's CPU backend aborts on a bfloat16 one.
-    return lambda scorer_VD, *rest: by_device(scorer_VD.astype(jnp.float32), *rest)
 
 
 def chunked_logprobs(
