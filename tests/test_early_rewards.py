@@ -126,7 +126,7 @@ def test_samples_scores_and_faults_are_the_same_whenever_they_are_graded(grades)
     early, *_, counts = gathered("true", grades)
     late, *_, late_counts = gathered("auto", grades)
     assert counts == late_counts
-    assert min(counts.values()) > 0
+    assert min(count for name, count in counts.items() if name != "reward/all_failed") > 0
     for one, other in zip(early, late, strict=True):
         assert one.texts == other.texts
         np.testing.assert_array_equal(one.scores.heads_NK, other.scores.heads_NK)

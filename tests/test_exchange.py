@@ -22,7 +22,7 @@ from launch.cluster import joined
 from launch.rollcall import Place
 
 me = int(sys.argv[2])
-with joined(Place(sys.argv[1], me, 2), 60):
+with joined(Place(sys.argv[1], me, 2), 60, 60):
     import jax, numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
     from sharding.mesh import make_mesh
