@@ -184,9 +184,12 @@ def _cache_bytes(shape: EngineShape, model: Any, tensor: int) -> tuple[int, int]
 
 
 def _cache_traffic(shape: EngineShape, trips: list[int], cache: tuple[int, int]) -> float:
-    """Bytes read of the cache by all decode steps: prompts whole, responses up to the end of the tier."""
+    """Bytes read of the cache by all decode steps: prompts whole, responses up to the end of the tier, or by a kernel
+    those there are, half of them on average."""
     ends = shape.phases[0][1]
     inner = len(trips) - 1 - sum(len(tiers) for _, tiers in shape.phases)
     steps = [*([trips[0] * trips[1]] if inner else []), *trips[1 + inner :]]
     reads = [*([shape.max_new] if inner else []), *ends]
-    return sum(n * (cache[0] - cache[1] + cache[1] * end / shape.max_new) for n, end in zip(steps, reads, strict=False))
+    share = 1.0 if shape.attention == "xla" else 0.5
+    whole = cache[1] * share / shape.max_new
+    return sum(n * (cache[0] - cache[1] + whole * end) for n, end in zip(steps, reads, strict=False))
