@@ -29,7 +29,8 @@ def compiled(target, tokens, slots, *words):
         pytest.param("h200:1x1", 2048, 32, id="h200_refilled", marks=pytest.mark.slow),
         pytest.param("h200:1x8", 1024, 64, id="h200_packed", marks=pytest.mark.slow),
         pytest.param("v5e:2x2", 1024, 64, id="v5e_tiers", marks=pytest.mark.slow),
-        pytest.param("v5e:2x2", 1024, 32, id="v5e_refilled", marks=pytest.mark.slow),
+        # 48: what 32 slots read of a layer has by chance as many elements as the stack of prompts.
+        pytest.param("v5e:2x2", 1024, 48, id="v5e_refilled", marks=pytest.mark.slow),
     ],
 )
 def test_the_decode_loops_copy_no_stack_of_keys_or_values(target, tokens, slots):
