@@ -18,7 +18,7 @@ from jax.stages import Traced
 from jaxrl_post.config_distillation import Distillation
 from jaxrl_post.loops.faulty_update import Skips, read_fault
 from jaxrl_post.loops.job import Job
-from jaxrl_post.loops.network import Network, check_row
+from jaxrl_post.loops.network import check_row
 from jaxrl_post.loops.taught_update import TaughtUpdate, numbered
 from jaxrl_post.loops.teachers import NO_TEACHERS, Teachers
 from jaxrl_post.models import backends
@@ -309,16 +309,15 @@ def update_shape(job: Job, max_new_tokens: int, lessons: bool = False) -> PackSh
         share_prefix=config.training.share_prefix,
         batch_shards=batch_shards(job.network.mesh),
         attention_length=attention_length(model),
-        longest_group_row=_longest_group_row(job.network),
+        longest_group_row=_longest_group_row(model),
     )
     check_row(job.network, shape.length)
     return shape
 
 
-def _longest_group_row(network: Network) -> float:
+def _longest_group_row(model: ModelConfig) -> float:
     """Kernels leave out what samples do not see of each other, so rows may be as long as they like."""
-    is_long = network.model.attention == "flash"
-    return backends.longest_row(network.model) if is_long else LONGEST_GROUP_ROW
+    return backends.longest_row(model) if model.attention == "flash" else LONGEST_GROUP_ROW
 
 
 def attention_length(model: ModelConfig) -> float:

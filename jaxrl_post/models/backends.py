@@ -19,7 +19,7 @@ from jaxrl_post.models.attention import Columns, packed_attention, visible
 from jaxrl_post.models.config import Backend, ModelConfig
 from jaxrl_post.models.flash import flash_attention
 from jaxrl_post.models.flash_grid import TPU_WHOLE, Platform, whole_bytes
-from jaxrl_post.models.placement import Placement
+from jaxrl_post.models.placement import TENSOR, Placement
 from jaxrl_post.models.sequence import Attention
 
 CUDNN_WIDEST = 128  # a head; 256 on Hopper alone
@@ -137,7 +137,7 @@ def _on_mesh(kernel: Attention, placed: NamedSharding) -> Attention:
     """Each device's rows are as they are placed, and its heads as `tensor` cuts them."""
     mesh = placed.mesh  # an AbstractMesh where an outer program is manual over other axes
     rows = PartitionSpec(*placed.spec[:1])
-    heads = PartitionSpec(*(placed.spec[:1] or (None,)), None, "tensor")
+    heads = PartitionSpec(*(placed.spec[:1] or (None,)), None, TENSOR)
     return jax.shard_map(
         kernel,
         mesh=mesh,

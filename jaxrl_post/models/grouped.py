@@ -20,6 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from jaxrl_post.models.product import tile_product
+
 Weights = tuple[jax.Array, ...]
 Ref = Any
 TILE, STEP = 128, 64  # the most columns of a result that a program has, and of a width that it reads at once
@@ -110,7 +112,7 @@ def _times_kernel(transposed: bool, expert_ref: Ref, used_ref: Ref, x_ref: Ref, 
     def further(k: jax.Array, total: jax.Array) -> jax.Array:
         at = pl.ds(k * step, step)
         w = w_ref[expert, :, at].T if transposed else w_ref[expert, at, :]
-        return total + _dot(x_ref[:, at], w)
+        return total + tile_product(x_ref[:, at], w)
 
     steps = jnp.where(pl.program_id(0) < used_ref[0], jnp.int32(K // step), jnp.int32(0))
     total = lax.fori_loop(0, steps, further, jnp.zeros(out_ref.shape, jnp.float32))
@@ -143,14 +145,8 @@ def _outer(x_nCK: jax.Array, dy_nCM: jax.Array, expert_n: jax.Array, used: jax.A
 
 def _outer_kernel(first_ref: Ref, end_ref: Ref, x_ref: Ref, dy_ref: Ref, out_ref: Ref) -> None:
     """x [n, C, a tile], dy [n, C, a tile], out [a tile, a tile] of one expert."""
-    further = lambda i, total: total + _dot(x_ref[i].T, dy_ref[i])
+    further = lambda i, total: total + tile_product(x_ref[i].T, dy_ref[i])
     out_ref[...] = lax.fori_loop(first_ref[0], end_ref[0], further, jnp.zeros(out_ref.shape, jnp.float32))
-
-
-def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    """In float32; of float32 exactly, not in tensor cores' shorter one."""
-    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.dot(x, y, precision=exact, preferred_element_type=jnp.float32)
 
 
 def _part(size: int, most: int) -> int:

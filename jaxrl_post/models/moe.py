@@ -26,12 +26,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_post.models.config import Experts
 from jaxrl_post.models.grouped import Run, grouped_swiglu
-from jaxrl_post.models.placement import Placement
+from jaxrl_post.models.placement import TENSOR, Placement
 from jaxrl_post.models.product import product
 from sharding.rules import ROLLOUT, TRAIN, partition_spec
 
 Weights = dict[str, jax.Array]
-EXPERT, TENSOR = "expert", "tensor"  # the mesh axes
+EXPERT = "expert"  # the mesh axis
 AXES: dict[str, tuple[str | None, ...]] = {
     "router": ("embed", None),
     "expert_gate": ("expert", "embed", "mlp"),

@@ -8,7 +8,7 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-SEQUENCE = "sequence"  # the mesh axis
+SEQUENCE, TENSOR = "sequence", "tensor"  # the mesh axes that cut time, and heads and widths
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,12 @@
-"""The product of activations with a weight."""
+"""The product of activations with a weight, and of tiles inside a kernel."""
 
 from __future__ import annotations
 
 import math
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 
 def product(x: jax.Array, w: jax.Array, axes: int = 1) -> jax.Array:
@@ -17,3 +19,9 @@ def product(x: jax.Array, w: jax.Array, axes: int = 1) -> jax.Array:
     kept, gone, out = x.shape[:-axes], w.shape[:axes], w.shape[axes:]
     folded = x.reshape(-1, math.prod(gone)) @ w.astype(x.dtype).reshape(math.prod(gone), -1)
     return folded.reshape(*kept, *out)
+
+
+def tile_product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """In float32; of float32 exactly, not in tensor cores' shorter one."""
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(x, y, precision=exact, preferred_element_type=jnp.float32)

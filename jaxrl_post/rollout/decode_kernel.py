@@ -23,9 +23,10 @@ from jax.sharding import PartitionSpec
 
 from jaxrl_post.models.attention import NEGATIVE
 from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.placement import TENSOR
+from jaxrl_post.models.product import tile_product
 from jaxrl_post.rollout.cache import Cache, write_column
 
-TENSOR = "tensor"  # the mesh axis that cuts heads
 BLOCK = 64  # columns read at once
 FEWEST_HEADS = 16  # rows of the smallest product that tensor cores do
 Softmax = tuple[jax.Array, jax.Array, jax.Array]  # the peak [X] and the sum [X] so far, and the weighted values [X, N]
@@ -172,11 +173,9 @@ def _columns(ref: Any, layer: jax.Array, row: jax.Array, start: jax.Array, there
 def _further(so_far: Softmax, q_XN: jax.Array, k_CN: jax.Array, v_CN: jax.Array, live_C: jax.Array) -> Softmax:
     """The running softmax over a block more."""
     peak_X, total_X, sum_XN = so_far
-    exact = lax.Precision.HIGHEST if q_XN.dtype == jnp.float32 else None
-    dot = functools.partial(triton.dot, precision=exact)
-    score_XC = jnp.where(live_C[None], dot(q_XN, k_CN.T) * q_XN.shape[1] ** -0.5, NEGATIVE)
+    score_XC = jnp.where(live_C[None], tile_product(q_XN, k_CN.T) * q_XN.shape[1] ** -0.5, NEGATIVE)
     higher_X = jnp.maximum(peak_X, score_XC.max(axis=1))
     weight_XC = jnp.where(live_C[None], jnp.exp(score_XC - higher_X[:, None]), 0.0)
     fade_X = jnp.exp(peak_X - higher_X)
-    sum_XN = sum_XN * fade_X[:, None] + dot(weight_XC.astype(v_CN.dtype), v_CN)
+    sum_XN = sum_XN * fade_X[:, None] + tile_product(weight_XC.astype(v_CN.dtype), v_CN)
     return higher_X, total_X * fade_X + weight_XC.sum(axis=1), sum_XN
