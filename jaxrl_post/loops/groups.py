@@ -16,6 +16,16 @@ from jaxrl_post.rewards.reward import Scores
 from jaxrl_post.rollout.sampler import Rollout
 from jaxrl_post.types import Completion, Prompt, StopReason
 
+COLUMNS = {  # of a completion, one entry a token
+    "ids": np.int32,
+    "logp": np.float32,
+    "raw_logp": np.float32,
+    "top_ids": np.int32,
+    "top_logp": np.float32,
+    "versions": np.int32,
+    "choices": np.uint16,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
@@ -114,17 +124,10 @@ def group_from_json(saved: dict[str, Any], prompts: Sequence[Prompt]) -> Group:
 
 def completion_to_json(c: Completion) -> dict[str, Any]:
     """A float32 survives JSON exactly."""
-    columns = {"ids": c.ids, "logp": c.logp, "raw_logp": c.raw_logp, "versions": c.versions, "choices": c.choices}
+    columns = {name: getattr(c, name) for name in COLUMNS}
     return {name: x.tolist() for name, x in columns.items() if x is not None} | {"stop": c.stop.name}
 
 
 def completion_from_json(saved: dict[str, Any]) -> Completion:
-    return Completion(
-        0,
-        np.array(saved["ids"], np.int32),
-        np.array(saved["logp"], np.float32),
-        np.array(saved["raw_logp"], np.float32),
-        StopReason[saved["stop"]],
-        versions=np.array(saved["versions"], np.int32) if "versions" in saved else None,
-        choices=np.array(saved["choices"], np.uint16) if "choices" in saved else None,
-    )
+    columns: dict[str, Any] = {name: np.array(saved[name], dtype) for name, dtype in COLUMNS.items() if name in saved}
+    return Completion(prompt=0, stop=StopReason[saved["stop"]], **columns)

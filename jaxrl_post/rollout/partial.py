@@ -6,7 +6,8 @@ are computed anew, as the weights have changed, and lie in the response columns 
 sampled n tokens sees the last n columns, whoever wrote them.
 
 N requests, P prompts of G samples, R response limit, K requests of a refill, J of them in one forward pass, B columns
-of a piece, C = R response columns, W prompt columns, H query heads, K of `k` and `v` key/value heads, D per-head width.
+of a piece, C = R response columns, W prompt columns, H query heads, K of `k` and `v` key/value heads, D per-head width,
+n likeliest ids of a place.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Partial:
 class Begun(NamedTuple):
     """What the program knows of the starts. tokens int32, logp and raw_logp float32 [N, R]; lengths, stops int32 [N]:
     as in `Samples`; steps int32 [N], policy steps that key the draws; urgent bool [N]; quota int32 [1] a replica: so
-    many samples or groups are enough."""
+    many samples or groups are enough. top_ids int32 and top_logp float32 [N, R, n]; None where none are asked for."""
 
     tokens: Any
     logp: Any
@@ -74,10 +75,17 @@ class Begun(NamedTuple):
     steps: Any
     urgent: Any
     quota: Any
+    top_ids: Any = None
+    top_logp: Any = None
 
 
-def beginnings(partial: Partial, count: int, group: int, max_new: int, replicas: int) -> tuple[Begun, np.ndarray]:
-    """Arrays for `count` requests, those beyond the starts asking for nothing, and the limits int32 [N] that follow."""
+def beginnings(
+    partial: Partial, tops: Sequence[int], count: int, group: int, max_new: int, replicas: int
+) -> tuple[Begun, np.ndarray]:
+    """Arrays for `count` requests, those beyond the starts asking for nothing, and the limits int32 [N] that follow.
+
+    `tops` are how many likeliest ids each start asks for. Raises: ValueError where what is there has fewer.
+    """
     rows = [start.so_far for start in partial.starts]
     lengths_N, stops_N = np.zeros(count, np.int32), np.zeros(count, np.int32)
     tokens_NR = np.zeros((count, max_new), np.int32)
@@ -91,7 +99,28 @@ def beginnings(partial: Partial, count: int, group: int, max_new: int, replicas:
             tokens_NR[i, :n], logp_NR[i, :n], raw_logp_NR[i, :n] = row.ids, row.logp, row.raw_logp
     quota = quotas(live_N, group, partial, replicas)
     limits_N = np.where(live_N, max_new, 0).astype(np.int32)
-    return Begun(tokens_NR, logp_NR, raw_logp_NR, lengths_N, stops_N, steps_N, urgent_N, quota), limits_N
+    likely = _likely(rows, tops, count, max_new) if any(tops) else (None, None)
+    return Begun(tokens_NR, logp_NR, raw_logp_NR, lengths_N, stops_N, steps_N, urgent_N, quota, *likely), limits_N
+
+
+def _likely(
+    rows: Sequence[Completion | None], tops: Sequence[int], count: int, max_new: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The likeliest ids and their log-probs that are there, [N, R, n]."""
+    size = (count, max_new, max(tops))
+    ids_NRn, logp_NRn = np.zeros(size, np.int32), np.zeros(size, np.float32)
+    for i, (row, top) in enumerate(zip(rows, tops, strict=True)):
+        if row is None or not len(row.ids) or not top:
+            continue
+        known = 0 if row.top_ids is None else row.top_ids.shape[1]
+        if row.top_ids is None or row.top_logp is None or known < top:
+            raise ValueError(
+                f"request {i} goes on with top_logprobs={top}, and its {len(row.ids)} tokens were sampled with "
+                f"top_logprobs={known}: ask for {known} at most, or for {top} from its first rollout on"
+            )
+        at = np.s_[i, : len(row.ids), :top]
+        ids_NRn[at], logp_NRn[at] = row.top_ids[:, :top], row.top_logp[:, :top]
+    return ids_NRn, logp_NRn
 
 
 def quotas(live_N: np.ndarray, group: int, partial: Partial, replicas: int) -> np.ndarray:

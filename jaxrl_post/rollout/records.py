@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -56,9 +57,8 @@ def no_samples(N: int, R: int, n: int, begun: Begun | None = None) -> Samples:
     empty = Samples(ints(N, R), floats(N, R), floats(N, R), ints(N), ints(N), ints(1), ints(1), *likely)
     if begun is None:
         return empty
-    return empty._replace(
-        tokens=begun.tokens, logp=begun.logp, raw_logp=begun.raw_logp, lengths=begun.lengths, stops=begun.stops
-    )
+    kept = ("tokens", "logp", "raw_logp", "lengths", "stops", "top_ids", "top_logp")
+    return empty._replace(**{name: getattr(begun, name) for name in kept})
 
 
 def record(
@@ -111,12 +111,12 @@ def keep_prompt_choices(
     return samples._replace(prompt_choices=of_prompts)
 
 
-def started(requests: Requests, partial: Partial, max_new: int, replicas: int) -> Requests:
-    """The requests with the keys, limits and beginnings of `partial`, on so many data replicas."""
+def started(requests: Requests, partial: Partial, tops: Sequence[int], max_new: int, replicas: int) -> Requests:
+    """The requests with the keys, limits and beginnings of `partial`, on so many data replicas; `tops` as there."""
     count = len(requests.ids)
     group = count // len(requests.lengths)
     ids, seeds = requests.ids.copy(), requests.seeds.copy()
     ids[: len(partial.starts)] = [start.request for start in partial.starts]
     seeds[: len(partial.starts)] = [start.seed for start in partial.starts]
-    begin, limits = beginnings(partial, count, group, max_new, replicas)
+    begin, limits = beginnings(partial, tops, count, group, max_new, replicas)
     return requests._replace(ids=ids, seeds=seeds, limits=limits, partial=begin)

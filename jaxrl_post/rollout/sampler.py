@@ -99,23 +99,23 @@ class Sampler:
             are sampled, by a rollout in parts; of the last ones it is not told. None is a rollout in one program.
 
         Raises: ValueError for an empty prompt, one longer than `width`, more positions than the model has, options out
-        of range, stop strings without `token_bytes`, and log-probs that are not finite.
+        of range, stop strings without `token_bytes`, more likeliest ids than an earlier rollout has kept of a request,
+        and log-probs that are not finite.
         """
         if not prompts or options.max_new_tokens == 0:
             return self._nothing(len(prompts) * options.samples_per_prompt, options)
         width = self._checked_width(prompts, options, width)
         strings = self._checked_strings(each or [options])
-        options = dataclasses.replace(options, top_logprobs=max(d.top_logprobs for d in each or [options]))
+        decoding = each or [options] * (len(prompts) * options.samples_per_prompt)
+        tops = [d.top_logprobs for d in decoding]
+        options = dataclasses.replace(options, top_logprobs=max(tops))
         requests = self._requests(prompts, options, width, seed, limits, seeds, each)
         replicas = batch_shards(self._mesh)
         if partial:
-            requests = started(requests, partial, options.max_new_tokens, replicas)
+            check_stops_early(self._config, self._mesh)
+            requests = started(requests, partial, tops, options.max_new_tokens, replicas)
         lengths = requests.lengths
         shape = self._shape(requests, options, width, partial)
-        if partial and shape.top_logprobs:
-            raise ValueError(f"top_logprobs={shape.top_logprobs} of samples that go on are not kept: ask for 0")
-        if partial:
-            check_stops_early(self._config, self._mesh)
         known = (shape, hear is not None)
         if known not in self._compiled:
             parts = ", in several programs" if hear else ""
@@ -126,7 +126,6 @@ class Sampler:
         placed = place(requests, jax.tree.map(lambda _: sharded, requests))
         automaton = self._automata[strings] if strings else None
         automaton, step_array = place((automaton, np.int32(step)), jax.tree.map(lambda _: whole, (automaton, step)))
-        decoding = each or [options] * (len(prompts) * options.samples_per_prompt)
         told = (self._teller(decoding, hear),) if hear else ()
         samples = fetch(self._compiled[known](params, placed, automaton, step_array, *told))
         rollout = self._completions(samples, decoding, options.samples_per_prompt, partial, step)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,20 +10,22 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxrl_post.loops.groups import completion_from_json, completion_to_json
 from jaxrl_post.models.decoder import abstract
 from jaxrl_post.rollout.logits import extend, no_history
-from jaxrl_post.rollout.partial import Begun, Partial, Start, enough, quotas, remembered
+from jaxrl_post.rollout.partial import Begun, Partial, Start, beginnings, enough, quotas, remembered
 from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.rollout.sampling import Features, Sampling
 from jaxrl_post.rollout.schedule import SampleOptions
 from jaxrl_post.rollout.stop_strings import compile_strings
-from jaxrl_post.types import StopReason
+from jaxrl_post.types import Completion, StopReason
 from sharding.placement import place, tree_shardings
 from sharding.rules import ROLLOUT
 from tests.rollout.tiny_engine import CONFIG, STOPS, mesh_of, model
 
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17, 18, 19], [20, 21]]
 G, R, STEP = 3, 24, 4
+TOP = 2  # likeliest ids of each place, in all of these rollouts
 
 
 @functools.cache
@@ -38,7 +41,7 @@ def params(scale=1.0, devices=1, axes=()):
 
 
 def generate(starts, fraction, of="samples", step=STEP, scale=1.0, devices=1, axes=(), **options):
-    asked = SampleOptions(samples_per_prompt=G, max_new_tokens=R, prefill_columns=5, **options)
+    asked = SampleOptions(samples_per_prompt=G, max_new_tokens=R, prefill_columns=5, top_logprobs=TOP, **options)
     partial = None if starts is None else Partial(fraction, of, starts)
     who, weights = sampler(devices, axes), params(scale, devices, axes)
     return who.generate(weights, PROMPTS, asked, seed=3, step=step, width=12, partial=partial)
@@ -64,6 +67,8 @@ def same(a, b):
         assert (x.ids.tolist(), x.stop) == (y.ids.tolist(), y.stop)
         np.testing.assert_allclose(x.logp, y.logp, atol=1e-5)
         np.testing.assert_allclose(x.raw_logp, y.raw_logp, atol=1e-5)
+        np.testing.assert_array_equal(x.top_ids, y.top_ids)
+        np.testing.assert_allclose(x.top_logp, y.top_logp, atol=1e-5)
 
 
 @functools.cache
@@ -105,10 +110,14 @@ def test_what_goes_on_is_drawn_and_scored_by_the_new_weights():
     moved = 0
     for c, before, more in zip(second.completions, first.completions, unfinished(first), strict=True):
         n = len(before.ids)
-        np.testing.assert_array_equal(c.logp[:n], before.logp)
+        for name in ("logp", "raw_logp", "top_ids", "top_logp"):
+            np.testing.assert_array_equal(getattr(c, name)[:n], getattr(before, name))
         if more:
-            expected = full_logp(params(1.3), PROMPTS[c.prompt], c.ids)
+            logp_nV = full_logp(params(1.3), PROMPTS[c.prompt], c.ids)
+            expected = logp_nV[np.arange(len(c.ids)), c.ids]
             np.testing.assert_allclose(c.logp[n:], expected[n:], atol=1e-4)
+            np.testing.assert_allclose(c.top_logp[n:], -np.sort(-logp_nV)[n:, :TOP], atol=1e-4)
+            np.testing.assert_allclose(np.take_along_axis(logp_nV, c.top_ids, 1)[n:], c.top_logp[n:], atol=1e-4)
             moved += abs(expected[:n] - before.logp).max() > 0.1
     assert moved >= 3
 
@@ -127,7 +136,8 @@ def full_logp(weights, prompt, ids):
     sequence = [*prompt, *ids]
     z = np.asarray(_full()(weights, jnp.array([sequence + [0] * (48 - len(sequence))])), np.float64)
     z = z[len(prompt) - 1 : len(sequence) - 1]
-    return z[np.arange(len(ids)), ids] - np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1)) - z.max(-1)
+    z -= z.max(-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
 
 @pytest.mark.slow
@@ -193,6 +203,33 @@ def test_penalties_and_stop_strings_remember_what_was_sampled_before():
     np.testing.assert_array_equal(extend(found, jnp.array([1, 1, 1]), automaton)[1], [1, 1, 0])
 
 
-def test_likeliest_tokens_are_refused():
-    with pytest.raises(ValueError, match=r"top_logprobs=2 of samples that go on"):
-        generate(fresh(), 0.5, top_logprobs=2)
+def begun(n, top):
+    """A sample with n tokens and the `top` likeliest ids of each; None has none."""
+    likely = (None, None) if top is None else (np.arange(n * top).reshape(n, top), -np.ones((n, top), np.float32))
+    ids, logp = np.arange(n, dtype=np.int32), np.zeros(n, np.float32)
+    return Completion(0, ids, logp, logp, StopReason.UNFINISHED, None, *likely)
+
+
+def test_likeliest_tokens_are_kept_as_far_as_a_request_asks_for_them():
+    starts = [Start(3, 1, i, so_far) for i, so_far in enumerate([begun(2, 3), begun(0, None), begun(1, None), None])]
+    kept, _ = beginnings(Partial(0.5, "samples", starts), [2, 1, 0, 2], 4, 2, 4, 1)
+    np.testing.assert_array_equal(kept.top_ids[0], [[0, 1], [3, 4], [0, 0], [0, 0]])
+    np.testing.assert_array_equal(kept.top_logp[0, :, 0], [-1, -1, 0, 0])
+    assert not kept.top_ids[1:].any()
+    assert beginnings(Partial(0.5, "samples", starts), [0] * 4, 4, 2, 4, 1)[0].top_ids is None
+
+
+@pytest.mark.parametrize(("had", "known"), [(None, 0), (1, 1)])
+def test_likeliest_tokens_that_nobody_kept_are_refused(had, known):
+    starts = [Start(3, 1, 0), Start(3, 1, 1, begun(2, had))]
+    message = rf"request 1 goes on with top_logprobs=2, and its 2 tokens were sampled with top_logprobs={known}"
+    with pytest.raises(ValueError, match=message):
+        beginnings(Partial(0.5, "samples", starts), [2, 2], 2, 2, 4, 1)
+
+
+def test_likeliest_tokens_survive_a_checkpoint_bit_for_bit():
+    before = dataclasses.replace(begun(2, 3), top_logp=np.log(np.arange(1, 7, dtype=np.float32)).reshape(2, 3))
+    after = completion_from_json(json.loads(json.dumps(completion_to_json(before))))
+    np.testing.assert_array_equal(after.top_ids, before.top_ids)
+    np.testing.assert_array_equal(after.top_logp, before.top_logp)
+    assert (after.top_logp.dtype, after.top_ids.dtype) == (np.float32, np.int32)
