@@ -14,6 +14,7 @@ from jaxrl_post.config_alerts import Alerts
 from jaxrl_post.config_algorithms import GPG, GRPO, PolicyAlgorithm, PolicyGradient, PolicyMethod
 from jaxrl_post.config_base import Count, Positive, Section, default_kind
 from jaxrl_post.config_checkpoint import Checkpoint as Checkpoint
+from jaxrl_post.config_debug import Debug
 from jaxrl_post.config_distillation import Distillation
 from jaxrl_post.config_model import Model as Model
 from jaxrl_post.config_model import RandomModel as RandomModel
@@ -178,11 +179,6 @@ class Evaluation(Section):
     max_prompts: PositiveInt = 64
 
 
-class Debug(Section):
-    check_layouts: bool = False
-    """Before every rollout compare its copy of the weights with the trained ones, number by number on the host."""
-
-
 class Config(Section):
     """One run."""
 
@@ -218,6 +214,7 @@ class Config(Section):
         if refill is not None and slots is not None and refill > slots:
             raise ValueError(f"rollout.refill={refill} cannot exceed rollout.slots={slots}")
         self._check_rewards()
+        self.debug.check_clock(self.checkpoint)
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         if self.training.row_length is not None and self.training.row_length < longest:
             raise ValueError(

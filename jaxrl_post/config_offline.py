@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from jaxrl_post.config import Checkpoint, Config, Mesh, Model
 from jaxrl_post.config_base import Count, Fraction, NonNegative, Positive, Section
+from jaxrl_post.config_debug import OfflineDebug
 from jaxrl_post.config_distillation import Divergence
 from jaxrl_post.config_optimizer import Optimizer
 from jaxrl_post.config_teachers import Taught
@@ -287,6 +288,7 @@ class OfflineConfig(Section):
     """Longest that the start or a phase of a step may last: the process then tells what it waits for and ends. Null:
     no limit."""
     evaluation: OfflineEvaluation = OfflineEvaluation()
+    debug: OfflineDebug = OfflineDebug()
 
     @model_validator(mode="after")
     def _experts_consistent(self) -> OfflineConfig:
@@ -300,6 +302,7 @@ class OfflineConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> OfflineConfig:
+        self.debug.check_clock(self.checkpoint)
         if self.evaluation.every and not self.data.holds_out:
             raise ValueError(
                 f"evaluation.every={self.evaluation.every} finds nothing held out: give data.held_out_path or "

@@ -18,6 +18,7 @@ from typing import Literal, NoReturn
 from jaxrl_post import recipes
 from jaxrl_post.config import Config
 from jaxrl_post.config_offline import OfflineConfig
+from jaxrl_post.deterministic import ask_for_same_bits
 from jaxrl_post.run_dir import check_run_dir
 from launch import cluster
 from launch.faults import INTERRUPTED, REFUSED, is_user_error
@@ -59,6 +60,7 @@ def _train(words: Sequence[str]) -> int:
     if arguments.print_config:
         print(recipes.dump(config), end="")
         return 0
+    ask_for_same_bits(config)
     if arguments.replay is not None:
         if arguments.rollouts or arguments.rollout_only or arguments.processes is not None:
             raise ValueError("--replay makes one update, here: leave out --rollouts, --rollout-only and --processes")
@@ -238,6 +240,7 @@ def _plan(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_intermixed_args(words)
     config = recipes.load(_recipe_path(given.config), given.overrides)
+    ask_for_same_bits(config)  # a plan is of the programs that the run would have
     look_for_none()
     from launch.plan import plan
 

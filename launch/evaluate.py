@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxrl_post import recipes
 from jaxrl_post.config import Config
+from jaxrl_post.deterministic import ask_for_same_bits
 from jaxrl_post.loops.evaluation import evaluate as measure
 from jaxrl_post.loops.run_folder import Which
 from launch.policy_source import recipe_and_weights
@@ -32,6 +33,7 @@ def evaluate(
     source, weights = recipe_and_weights(source, weights, which)
     _online(source, overrides)  # before an override that only online recipes have
     config = _online(source, [*overrides, f"rollout.samples_per_prompt={samples}"])
+    ask_for_same_bits(config)
     metrics = measure(config, weights, train, lambda line: print(line, file=sys.stderr, flush=True), which)
     if as_json:
         print(json.dumps(metrics))

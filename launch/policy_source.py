@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxrl_post import recipes
 from jaxrl_post.config import Config
+from jaxrl_post.deterministic import ask_for_same_bits
 from jaxrl_post.loops.decoding import decoding
 from jaxrl_post.loops.policy import Policy, load_policy
 from jaxrl_post.loops.run_folder import Which
@@ -16,7 +17,9 @@ from jaxrl_post.loops.run_folder import Which
 def read_policy(source: Path, overrides: Sequence[str], weights: Path | None, which: Which = None) -> Policy:
     """The policy of a recipe or of a run. Raises: ValueError as `recipes.load`, `recipe_and_weights`, `load_policy`."""
     recipe, weights = recipe_and_weights(source, weights, which)
-    return load_policy(recipes.load(recipe, overrides), weights, which)
+    config = recipes.load(recipe, overrides)
+    ask_for_same_bits(config)
+    return load_policy(config, weights, which)
 
 
 def own_decoding(policy: Policy) -> dict[str, Any]:

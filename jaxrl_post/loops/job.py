@@ -109,6 +109,7 @@ def _setting(config: Config, tokenizer: Tokenizer, network: Network, prompts: Se
         max_tokens=max(len(prompt.ids) for prompt in prompts) + config.rollout.max_new_tokens,
         samples=config.data.prompts_per_step * config.rollout.samples_per_prompt,
         early=platform(network.mesh) != "cpu" and config.rollout.partial is None,
+        deterministic=config.debug.deterministic,
     )
 
 

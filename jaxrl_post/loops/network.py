@@ -17,7 +17,8 @@ from jaxrl_post.config_model import Dtype, Mixture
 from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.config_ppo import PPO
 from jaxrl_post.data.tokenizer import Tokenizer
-from jaxrl_post.models import backends, scalar_head, sequence
+from jaxrl_post.deterministic import VARIABLE, lacking
+from jaxrl_post.models import backends, exchange, scalar_head, sequence
 from jaxrl_post.models.config import Experts, ModelConfig
 from jaxrl_post.models.decoder import Decoder, Params, abstract, split
 from jaxrl_post.models.grouped import unfit
@@ -71,13 +72,14 @@ def build_network(
 ) -> Network:
     """The model of a recipe on the mesh it asks for, of this job's devices or those given, which need not be attached.
 
-    Raises: ValueError for sizes that do not divide, heads that `training.sequence_attention` exchanges among them, and
-    for an attention backend that cannot serve.
+    Raises: ValueError for sizes that do not divide, heads that `training.sequence_attention` exchanges among them, for
+    an attention backend that cannot serve, and for tokens to exchange where no other device holds experts.
     """
     mesh = mesh_of(config, jax.devices() if devices is None else devices)
     model = model_config(config, folder, tokenizer.vocab_size, platform(mesh), mesh.shape["tensor"])
-    model = _over_columns(model, config, mesh)
+    model = _over_experts(_over_columns(model, config, mesh), config, mesh)
     _check_sums(model, mesh)
+    _check_same_bits(config, mesh)
     _check_offload(config, mesh)
     graphdef, params, axes = abstract(model)
     has_head = config.algorithm.kind == "reward_model"
@@ -151,6 +153,13 @@ def _over_columns(model: ModelConfig, config: Config | OfflineConfig, mesh: Mesh
     return dataclasses.replace(model, sequence_attention=kind, attention=backend)
 
 
+def _over_experts(model: ModelConfig, config: Config | OfflineConfig, mesh: Mesh) -> ModelConfig:
+    if model.moe is None:
+        return model
+    dispatch = exchange.choose(config.model.moe.dispatch, model.moe, mesh.shape["expert"], platform(mesh))
+    return dataclasses.replace(model, moe=dataclasses.replace(model.moe, dispatch=dispatch))
+
+
 def check_row(network: Network, length: int) -> None:
     """Raises: ValueError when packed rows of so many positions cannot be cut over `mesh.sequence`, or are none for the
     attention backend."""
@@ -166,6 +175,15 @@ def _check_sums(model: ModelConfig, mesh: Mesh) -> None:
         raise ValueError(
             f"model.dtype=bfloat16 with mesh.{axis}={mesh.shape[axis]} does not run on CPUs, where XLA cannot sum "
             f"experts' bfloat16 over devices: set model.dtype=float32, or mesh.{axis}=1"
+        )
+
+
+def _check_same_bits(config: Config | OfflineConfig, mesh: Mesh) -> None:
+    """Raises: ValueError where a deterministic run's compiler was not asked for it; `python -m launch` asks it."""
+    if config.debug.deterministic and platform(mesh) == "gpu" and (flags := lacking()):
+        raise ValueError(
+            f"debug.deterministic=true needs {' '.join(flags)} in {VARIABLE} before jax starts: start the run with "
+            "python -m launch, which adds them"
         )
 
 

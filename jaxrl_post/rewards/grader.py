@@ -49,7 +49,8 @@ class Grader:
     """`score` grades a batch; `check_row` raises ValueError for a row it could not grade; `close` ends its processes.
     With `early` the grading of a batch may begin before all of it is there.
 
-    A sample that it fails at gets `failure_score` and is counted in `faults`, by kind; None makes that an error.
+    A sample that it fails at gets `failure_score` and is counted in `faults`, by kind; None makes that an error,
+    as does `no_clock` of one that hangs.
     Where it `may_abstain` a score of None says that it has nothing to say of a response. One that is `on_mesh`, a
     model, is run by all processes together; of the others' work each does its share, in whole groups of a prompt.
     """
@@ -60,6 +61,7 @@ class Grader:
     may_abstain: bool = False
     on_mesh: bool = False
     failure_score: float | None = None
+    no_clock: bool = False
     close: Callable[[], object] = nothing_open
     early: Early | None = None
     faults: collections.Counter[str] = dataclasses.field(
@@ -86,6 +88,12 @@ class Grader:
 
     def _graded(self, responses: Sequence[Response]) -> list[Graded]:
         results = [self._abstains_rightly(one) for one in self.score(responses)]
+        late = [i for i, one in enumerate(results) if one.fault == "timeout" and self.no_clock]
+        if late:
+            raise RewardError(
+                f"reward {self.name}, {_told(late[0], results, responses)}, and debug.deterministic=true lets no clock "
+                "decide a score: raise reward.timeout, or set debug.deterministic=false"
+            )
         wrong = [i for i, one in enumerate(results) if one.fault]
         if wrong and self.failure_score is None:
             raise RewardError(f"reward {self.name}, {_told(wrong[0], results, responses)}")

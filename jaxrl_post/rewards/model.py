@@ -36,7 +36,7 @@ class Setting:
 
     `vocab_size` is that of the policy's embedding, whose ids may all be sampled; `max_tokens` bounds prompt and
     response together; `samples` is the number of responses usually graded at once; `early` is what a reward's
-    `early: auto` means.
+    `early: auto` means. In a `deterministic` run no clock may decide a score.
     """
 
     mesh: Mesh
@@ -45,6 +45,7 @@ class Setting:
     max_tokens: int
     samples: int
     early: bool = False
+    deterministic: bool = False
 
 
 def open_score(reward: ModelReward, setting: Setting, section: str) -> Callable[[Sequence[Response]], np.ndarray]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from jaxrl_post.rewards.pool import Pool
 from jaxrl_post.rewards.worker import Target
 from jaxrl_post.types import Response
 
+log = logging.getLogger(__name__)
 MOST_WORKERS = 8  # where a recipe does not say how many
 
 
@@ -132,6 +134,11 @@ def _grader(reward: config.SingleReward, name: str, section: str, setting: Setti
         case config.CodeReward():
             options = code.Options(reward.sandbox, reward.tests_key, reward.score, reward.seconds, reward.memory_mb)
             code.open_sandbox(options)
+            if setting.deterministic:
+                log.warning(
+                    "debug.deterministic=true: %s.seconds=%g of a test is measured by the clock; a program that takes "
+                    "about as long may pass or fail", section, reward.seconds,
+                )  # fmt: skip
             target = Target("jaxrl_post.rewards.code:code_scores", options._asdict())
             check = functools.partial(code.read_tests, key=reward.tests_key)
             return _in_workers(reward, name, target, "sample", setting, check)
@@ -156,4 +163,7 @@ def _in_workers(
     ahead = Ahead(pool, per)
     wanted = setting.early if reward.early == "auto" else reward.early
     early = Early(ahead.begin, lambda: pool.seconds) if wanted and per != "step" else None
-    return Grader(name, ahead, check_row, failure_score=reward.failure_score, close=pool.close, early=early)
+    return Grader(
+        name, ahead, check_row, failure_score=reward.failure_score, no_clock=setting.deterministic, close=pool.close,
+        early=early,
+    )  # fmt: skip
