@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import json
 import math
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -13,10 +15,11 @@ from typing import Any
 from jaxrl_post.config import Config
 from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.loops.network import model_config
-from jaxrl_post.loops.offline_planning import plan_offline
+from jaxrl_post.loops.offline_planning import OfflinePlanner
 from jaxrl_post.loops.planned import USABLE, Plan, ProgramPlan
-from jaxrl_post.loops.planning import Planner
+from jaxrl_post.loops.planning import ROLLOUT_WEIGHTS, Planner
 from jaxrl_post.models.zoo import resolve
+from jaxrl_post.observe.progress import clock
 from jaxrl_post.observe.sizes import size_text
 from sharding.mesh import AXES
 from sharding.targets import Target, open_target, parse_target
@@ -34,7 +37,7 @@ def plan(config: Config | OfflineConfig, targets: Sequence[str], as_json: bool, 
     reports, worst = [], FITS
     for target in [parse_target(name) for name in targets]:
         devices = open_target(target)
-        plans, refused = _sweep(config, target, devices) if sweep else ([_plan_one(config, target, devices)], {})
+        plans, refused = _sweep(config, target, devices) if sweep else ([planner(config, target, devices).plan()], {})
         reports += [as_dict(one) for one in plans]
         reports += [{"target": target.name, "mesh": dict(mesh), "refused": why} for mesh, why in refused.items()]
         worst = max(worst, FITS if any(one.fits for one in plans) else DOES_NOT_FIT)
@@ -46,30 +49,50 @@ def plan(config: Config | OfflineConfig, targets: Sequence[str], as_json: bool, 
     return worst
 
 
-def _plan_one(config: Config | OfflineConfig, target: Target, devices: Sequence[Any]) -> Plan:
+def planner(config: Config | OfflineConfig, target: Target, devices: Sequence[Any]) -> Planner | OfflinePlanner:
     if isinstance(config, OfflineConfig):
-        return plan_offline(config, target, devices)
-    return Planner(config, target, devices).plan()
+        return OfflinePlanner(config, target, devices)
+    return Planner(config, target, devices)
 
 
 def _sweep(
     config: Config | OfflineConfig, target: Target, devices: Sequence[Any]
 ) -> tuple[list[Plan], dict[Sizes, str]]:
     """Plans for the mesh factorizations that the model allows, those that fit and are fast first, and why others are
-    none, in one line each."""
+    none, in one line each. What is found of a mesh is told on stderr at once, those that compile fastest first."""
     plans, refused = [], {}
     folder = None if config.model.path is None else resolve(config.model.path)
     moe = model_config(config, folder, 0, target.chip.platform).moe
-    for mesh in factorizations(len(devices), target.per_link, moe.count if moe else 1):
+    meshes = sorted(factorizations(len(devices), target.per_link, moe.count if moe else 1), key=_width)
+    begun = time.monotonic()
+    for number, mesh in enumerate(meshes, 1):
+        axes = tuple((axis, n) for axis, n in mesh.items() if n > 1)
         changed = config.model_copy(update={"mesh": config.mesh.model_copy(update=mesh)})
         try:
-            plans.append(_plan_one(changed, target, devices))
+            one = planner(changed, target, devices)
+            plans.append(one.without_room() or one.plan())
+            told = _found(plans[-1])
         except ValueError as error:
-            refused[tuple((axis, n) for axis, n in mesh.items() if n > 1)] = " ".join(str(error).split())
+            told = refused[axes] = " ".join(str(error).split())
+        took = time.monotonic() - begun
+        left = f"; {clock(took)} so far, about {clock(took / number * (len(meshes) - number))} to go"
+        print(f"mesh {number} of {len(meshes)}, {_axes(dict(axes))}: {told}{left}", file=sys.stderr, flush=True)
     if not plans:
         reasons = "; ".join(f"{_axes(dict(mesh))}: {why}" for mesh, why in refused.items())
         raise ValueError(f"no mesh of {target.name} takes the model: {reasons}")
     return sorted(plans, key=lambda one: (not one.fits, one.step_seconds or math.inf)), refused
+
+
+def _width(mesh: Mapping[str, int]) -> tuple[int, int]:
+    """A program is the larger and slower to compile the more axes cut it, and `tensor` cuts it most."""
+    return sum(n > 1 for n in mesh.values()), mesh["tensor"]
+
+
+def _found(one: Plan) -> str:
+    if (no_room := next((program.refused for program in one.programs if program.refused), None)) is not None:
+        return f"does not fit: {no_room}"
+    peak = size_text(max(program.peak for program in one.programs))
+    return f"{'fits' if one.fits else 'does not fit'}, {peak}, {one.step_seconds:.1f} s a step"
 
 
 def factorizations(devices: int, per_link: int, experts: int = 1) -> Iterator[dict[str, int]]:
@@ -101,7 +124,7 @@ def describe(one: Plan) -> str:
 def _program_lines(program: ProgramPlan, memory: int) -> Iterator[str]:
     times = f", {program.runs} times a step" if program.runs > 1 else ""
     if program.refused is not None:
-        yield f"{program.name}{times}: the compiler found no room: {program.refused}"
+        yield f"{program.name}{times}: no room: {program.refused}"
         return
     yield f"{program.name}{times}, on each device (compiled in {program.compile_seconds:.0f} s)"
     for item in program.items:
@@ -138,7 +161,7 @@ CUT_MORE = "more devices, or mesh.fsdp larger in place of mesh.data"
 CHANGES = {
     "parameters": CUT_MORE,
     "optimizer": f"optimizer.offload=true, or {CUT_MORE}",
-    "weights in the rollout's layout": "mesh.tensor larger: rollouts cut weights over it alone",
+    ROLLOUT_WEIGHTS: "mesh.tensor larger: rollouts cut weights over it alone",
     "cache": "rollout.slots or rollout.max_new_tokens lower, or mesh.tensor larger",
     "sums of gradients": CUT_MORE,
     "reference policy": "algorithm.kl.coef=0 needs none; nor, of methods that train from files, "
@@ -155,7 +178,7 @@ def advice(one: Plan) -> Iterator[str]:
     """What to change, the largest part first, for each program that does not fit."""
     for program in one.programs:
         if program.refused is not None:
-            of_rollout = "cache", "activations and other temporaries", "weights in the rollout's layout"
+            of_rollout = "cache", "activations and other temporaries", ROLLOUT_WEIGHTS
             for name in (
                 of_rollout if program.name == "rollout" else ("parameters", "activations and other temporaries")
             ):

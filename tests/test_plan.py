@@ -12,6 +12,8 @@ import pytest
 
 from jaxrl_post.config import Config
 from jaxrl_post.config_offline import OfflineConfig
+from jaxrl_post.loops import offline_planning
+from jaxrl_post.loops import planning as online_planning
 from jaxrl_post.loops.planned import Item, Plan, ProgramPlan
 from launch import plan as planning
 from sharding import targets
@@ -89,17 +91,29 @@ def test_a_sweep_ranks_the_meshes_there_are_with_experts_among_them(capsys, monk
 
 
 def test_a_sweep_says_in_a_line_why_it_leaves_a_mesh_out(capsys, monkeypatch):
-    fits = Plan(targets.parse_target("h200:1x2"), {"fsdp": 2}, 7, "", (ProgramPlan("update", 1),))
+    items = (Item("parameters", 3 * 2**30),)
+    fits = Plan(targets.parse_target("h200:1x2"), {"fsdp": 2}, 7, "", (ProgramPlan("update", 1, items),))
 
-    def one(config, target, devices):
-        if config.mesh.tensor > 1:
-            raise ValueError("three heads\n  do not divide")
-        return fits
+    class Stub:
+        def __init__(self, config, target, devices):
+            if config.mesh.tensor > 1:
+                raise ValueError("three heads\n  do not divide")
 
-    monkeypatch.setattr(planning, "_plan_one", one)
+        def without_room(self):
+            return None
+
+        def plan(self):
+            return fits
+
+    monkeypatch.setattr(planning, "planner", Stub)
     assert planning.plan(offline("sft"), ["h200:1x2"], as_json=False, sweep=True) == FITS
-    ranked = capsys.readouterr().out.partition("meshes, the best first\n")[2].splitlines()
+    told = capsys.readouterr()
+    ranked = told.out.partition("meshes, the best first\n")[2].splitlines()
     assert [" ".join(line.split()) for line in ranked[1:]] == ["tensor=2 refused three heads do not divide"]
+    assert told.err.splitlines() == [
+        "mesh 1 of 2, fsdp=2: fits, 3.00 GiB, 0.0 s a step; 0s so far, about 0s to go",
+        "mesh 2 of 2, tensor=2: three heads do not divide; 0s so far, about 0s to go",
+    ]
     planning.plan(offline("sft"), ["h200:1x2"], as_json=True, sweep=True)
     assert json.loads(capsys.readouterr().out)[1] == {
         "target": "h200:1x2", "mesh": {"tensor": 2}, "refused": "three heads do not divide",
@@ -109,12 +123,29 @@ def test_a_sweep_says_in_a_line_why_it_leaves_a_mesh_out(capsys, monkeypatch):
         planning.plan(offline("sft"), ["h200:1x2"], as_json=False, sweep=True)
 
 
+@pytest.mark.parametrize("config", [offline("sft"), ppo()], ids=["files", "ppo"])
+def test_a_sweep_compiles_nothing_that_weights_alone_leave_no_room_for(config, capsys, monkeypatch):
+    """An H200 of 100 kB; two devices share weights of 0.1 MB, their moments and gradients."""
+    small = dataclasses.replace(targets.CHIPS["h200"], memory=100_000)
+    monkeypatch.setattr(targets, "CHIPS", dict(targets.CHIPS) | {"h200": small})
+    for module in (offline_planning, online_planning):
+        monkeypatch.setattr(module, "compile_planned", None)
+    assert planning.plan(config, ["h200:1x2"], as_json=True, sweep=True) == DOES_NOT_FIT
+    told = capsys.readouterr()
+    assert [one["mesh"] for one in json.loads(told.out)] == [{"fsdp": 2}, {"tensor": 2}]
+    for line in told.err.splitlines():
+        assert ": does not fit: " in line
+        assert "optimizer, " in line
+        assert " alone take " in line
+        assert "of 89.84 KiB a device" in line
+
+
 def test_no_time_is_told_of_a_program_that_found_no_room():
     """Nor is anything known of its memory."""
     refused = ProgramPlan("update", 1, refused="Ran out of memory on HBM")
     one = Plan(targets.parse_target("v5e:2x2"), {"fsdp": 4}, 7, "", (refused,))
     report = planning.describe(one)
-    assert "update: the compiler found no room: Ran out of memory on HBM" in report
+    assert "update: no room: Ran out of memory on HBM" in report
     assert "estimate" not in report
     assert "  update: more devices" in report
     assert "no room" in planning.ranking([one])

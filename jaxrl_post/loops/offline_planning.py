@@ -14,24 +14,57 @@ from jaxrl_post.data.preferences import Report, pair, reader
 from jaxrl_post.loops.network import check_positions
 from jaxrl_post.loops.offline_job import OfflineJob
 from jaxrl_post.loops.offline_learner import OfflineLearner
-from jaxrl_post.loops.planned import Plan, compile_planned, planned_update, stand_in_network, state_bytes, wide_axes
+from jaxrl_post.loops.planned import (
+    Plan,
+    ProgramPlan,
+    compile_planned,
+    planned_update,
+    stand_in_network,
+    state_bytes,
+    wide_axes,
+    without_room,
+)
 from jaxrl_post.types_offline import Answer, Example
 from sharding.memory import placed_bytes
 from sharding.targets import Target
 
 
-def plan_offline(config: OfflineConfig, target: Target, devices: Sequence[Any]) -> Plan:
-    """Raises: ValueError for whatever of the recipe cannot be built or compiled, except for want of room."""
-    job = stand_in_job(config, devices)
-    learner, network = OfflineLearner(job), job.network
-    state, held = learner.abstract_state(), {}
-    if learner.needs_reference and not config.training.cache_reference:
-        held["reference policy"] = state_bytes(state)["parameters"]
-    on_host = {"optimizer": placed_bytes(state, on_host=True)}
-    traced, gradients = learner.traced_update(), learner.abstract_gradients()
-    update = planned_update("update", 1, traced, state, gradients, held, on_host, network, learner.shape.rows)
-    program = compile_planned(update, target, network.mesh)
-    return Plan(target, wide_axes(network.mesh), network.model.parameter_count(), "", (program,))
+class OfflinePlanner:
+    """The update of a recipe that trains from files, on the devices of a target."""
+
+    def __init__(self, config: OfflineConfig, target: Target, devices: Sequence[Any]):
+        """Raises: ValueError for whatever of the recipe cannot be built, before anything is compiled."""
+        self._target, job = target, stand_in_job(config, devices)
+        self._network, self._learner = job.network, OfflineLearner(job)
+        self._held = {}
+        if self._learner.needs_reference and not config.training.cache_reference:
+            self._held["reference policy"] = state_bytes(self._learner.trained.abstract_state())["parameters"]
+
+    def without_room(self) -> Plan | None:
+        """A plan that compiled nothing, where weights and what belongs to them leave no room."""
+        state = state_bytes(self._learner.trained.abstract_state())
+        gradients = {"sums of gradients": placed_bytes(self._learner.trained.abstract_gradients())}
+        refused = without_room(self._target, {"update": state | gradients | self._held})
+        return self._plan(refused) if refused else None
+
+    def plan(self) -> Plan:
+        """Compiles the update. Raises: ValueError when it cannot be compiled, for another reason than room."""
+        learner, state = self._learner, self._learner.trained.abstract_state()
+        update = planned_update(
+            "update",
+            1,
+            learner.traced_update(),
+            state,
+            learner.trained.abstract_gradients(),
+            self._held,
+            {"optimizer": placed_bytes(state, on_host=True)},
+            self._network,
+            learner.shape.rows,
+        )
+        return self._plan((compile_planned(update, self._target, self._network.mesh),))
+
+    def _plan(self, programs: tuple[ProgramPlan, ...]) -> Plan:
+        return Plan(self._target, wide_axes(self._network.mesh), self._network.model.parameter_count(), "", programs)
 
 
 def stand_in_job(config: OfflineConfig, devices: Sequence[Any]) -> OfflineJob:

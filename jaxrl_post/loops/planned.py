@@ -18,7 +18,9 @@ from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_post.loops.network import Network, build_network
 from jaxrl_post.loops.out_of_memory import is_out_of_memory
+from jaxrl_post.models import exchange
 from jaxrl_post.models.zoo import resolve
+from jaxrl_post.observe.sizes import size_text
 from jaxrl_post.training.packing import PackShape
 from jaxrl_post.training.state import TrainState
 from sharding.memory import placed_bytes
@@ -43,7 +45,8 @@ class ProgramPlan:
     communication and kernels.
 
     `runs` a step. `seconds` are those of one run at the chip's peaks, communication not overlapped: an estimate.
-    `refused` is the compiler's reason where it found no room; nothing but `name` and `runs` is known then.
+    `refused` says why there is no room, as the compiler does or `without_room`; nothing but `name` and `runs` is known
+    then.
     """
 
     name: str
@@ -80,7 +83,7 @@ class Plan:
 
     @property
     def step_seconds(self) -> float | None:
-        """None where the compiler refused a program."""
+        """None where a program is refused."""
         if any(program.refused is not None for program in self.programs):
             return None
         return sum(program.runs * sum(program.seconds.values()) for program in self.programs)
@@ -92,7 +95,7 @@ class Planned:
 
     `held` lies there beside the program, `made` is the program's own; of that `inside` is one of its temporaries.
     `on_host` lies in the host's memory, of which a run fetches `fetched` bytes and writes as many back.
-    `trips` as for `sharding.report.Program`.
+    `trips` and `filled` as for `sharding.report.Program`.
     """
 
     name: str
@@ -105,6 +108,7 @@ class Planned:
     traffic: float
     on_host: dict[str, int]
     fetched: int = 0
+    filled: float = 1.0
 
 
 def planned_update(
@@ -128,7 +132,8 @@ def planned_update(
     traffic = 3 * shape.micro_batches * gathered + 2 * sum(own.values())
     made, fetched = {**own, **reads}, placed_bytes(state, on_host=True)
     trips = [shape.micro_batches]
-    return Planned(name, runs, traced, held, made, "sums of gradients", trips, traffic, on_host, fetched)
+    filled = sent_share(network)
+    return Planned(name, runs, traced, held, made, "sums of gradients", trips, traffic, on_host, fetched, filled)
 
 
 def stand_in_network(
@@ -150,6 +155,12 @@ def wide_axes(mesh: Mesh) -> dict[str, int]:
     return {axis: size for axis, size in mesh.shape.items() if size > 1}
 
 
+def sent_share(network: Network) -> float:
+    """Of the room for tokens that devices send each other to their experts, what is filled on average."""
+    moe, devices = network.model.moe, network.mesh.shape["expert"]
+    return exchange.share(moe, devices) if moe and devices > 1 else 1.0
+
+
 def state_bytes(state: TrainState) -> dict[str, int]:
     """On a device."""
     return {"parameters": placed_bytes(state.params), "optimizer": placed_bytes(state.opt_state)}
@@ -165,7 +176,7 @@ def compile_planned(planned: Planned, target: Target, mesh: Mesh) -> ProgramPlan
             raise ValueError(f"the {planned.name} does not compile for {target.name}: {error}") from error
         return ProgramPlan(planned.name, planned.runs, refused=_reason(str(error)))
     took = time.monotonic() - begun
-    program = Program(compiled.as_text(), planned.trips)
+    program = Program(compiled.as_text(), planned.trips, planned.filled)
     collectives = tuple(program.collectives(mesh))
     flops = count_flops(planned.traced.jaxpr, planned.trips) / mesh.size
     memory = memory_of(compiled)
@@ -184,6 +195,18 @@ def compile_planned(planned: Planned, target: Target, mesh: Mesh) -> ProgramPlan
         seconds=roofline(target, mesh, flops, planned.traffic, collectives, moved),
         compile_seconds=took,
     )
+
+
+def without_room(target: Target, least: Mapping[str, Mapping[str, int]]) -> tuple[ProgramPlan, ...]:
+    """The programs that need not be compiled to see that they do not fit: `least` are bytes by name that lie on a
+    device while each of them runs."""
+    room, refused = USABLE * target.chip.memory, []
+    for name, items in least.items():
+        if (needed := sum(items.values())) > room:
+            what = ", ".join(item for item, size in items.items() if size)
+            why = f"{what} alone take {size_text(needed)} of {size_text(room)} a device"
+            refused.append(ProgramPlan(name, 1, refused=why))
+    return tuple(refused)
 
 
 def roofline(

@@ -23,11 +23,14 @@ from jaxrl_post.loops.network import check_positions
 from jaxrl_post.loops.planned import (
     Plan,
     Planned,
+    ProgramPlan,
     compile_planned,
     planned_update,
+    sent_share,
     stand_in_network,
     state_bytes,
     wide_axes,
+    without_room,
 )
 from jaxrl_post.rewards.model import Setting
 from jaxrl_post.rewards.reward import build_reward
@@ -38,6 +41,8 @@ from sharding.memory import placed_bytes
 from sharding.mesh import batch_shards
 from sharding.rules import ROLLOUT
 from sharding.targets import Target
+
+ROLLOUT_WEIGHTS = "weights in the rollout's layout"
 
 
 class Planner:
@@ -52,19 +57,27 @@ class Planner:
 
     def plan(self) -> Plan:
         """Compiles every program. Raises: ValueError when one cannot be compiled, for another reason than room."""
-        network = self._job.network
         rollout, shape = self._rollout()
-        updates = [self._update(), *self._critic_update()]
-        programs = [compile_planned(one, self._target, network.mesh) for one in (rollout, *updates)]
-        return Plan(
-            self._target, wide_axes(network.mesh), network.model.parameter_count(), shape.describe(), tuple(programs)
-        )
+        planned = rollout, self._update(), *self._critic_update()
+        mesh = self._job.network.mesh
+        return self._plan(shape.describe(), [compile_planned(one, self._target, mesh) for one in planned])
+
+    def without_room(self) -> Plan | None:
+        """A plan that compiled nothing, where weights and what belongs to them leave no room."""
+        gradients = {"sums of gradients": placed_bytes(self._learner.trained.abstract_gradients())}
+        rollout = self._held_by_rollout() | {ROLLOUT_WEIGHTS: placed_bytes(self._job.network.rollout_shapes())}
+        refused = without_room(self._target, {"rollout": rollout, "update": self._held() | gradients})
+        return self._plan("", refused) if refused else None
+
+    def _plan(self, shape: str, programs: Sequence[ProgramPlan]) -> Plan:
+        network = self._job.network
+        return Plan(self._target, wide_axes(network.mesh), network.model.parameter_count(), shape, tuple(programs))
 
     def _rollout(self) -> tuple[Planned, EngineShape]:
         job, config, model = self._job, self._config, self._job.network.model
         network, mesh = job.network, job.network.mesh
         sampler = Sampler(network.graphdef, model, mesh, job.stop_ids, device_memory=self._target.chip.memory)
-        params, held = network.rollout_shapes(), self._held()
+        params = network.rollout_shapes()
         weights = placed_bytes(params)
         shape, traced = sampler.traced(
             params,
@@ -73,17 +86,17 @@ class Planner:
             job.prompt_width,
         )
         cache = _cache_bytes(shape, model, mesh.shape["tensor"])
-        if network.shares_weights:
-            held["parameters"] = 0
-        made = {"weights in the rollout's layout": weights, "cache": cache[0]}
+        made = {ROLLOUT_WEIGHTS: weights, "cache": cache[0]}
         trips = rollout_trips(shape, math.ceil(config.data.prompts_per_step / batch_shards(mesh)))
         steps = sum(trips[1:])
         traffic = steps * weights + _cache_traffic(shape, trips, cache)
-        return Planned("rollout", 1, traced, held, made, "cache", trips, traffic, self._on_host()), shape
+        held = self._held_by_rollout()
+        filled = sent_share(network)
+        return Planned("rollout", 1, traced, held, made, "cache", trips, traffic, self._on_host(), filled=filled), shape
 
     def _update(self) -> Planned:
         learner, held = self._learner, self._held()
-        state = learner.abstract_state()
+        state = learner.trained.abstract_state()
         for name in state_bytes(state):
             del held[name]
         return planned_update(
@@ -91,7 +104,7 @@ class Planner:
             self._updates,
             learner.traced_update(),
             state,
-            learner.abstract_gradients(),
+            learner.trained.abstract_gradients(),
             held,
             self._on_host(),
             self._job.network,
@@ -111,8 +124,8 @@ class Planner:
             "critic's update",
             self._updates,
             critic.traced_update(),
-            critic.abstract_state(),
-            critic.abstract_gradients(),
+            critic.trained.abstract_state(),
+            critic.trained.abstract_gradients(),
             held,
             self._on_host(),
             self._job.network,
@@ -127,18 +140,22 @@ class Planner:
 
     def _held(self) -> dict[str, int]:
         """What lies on a device all the time."""
-        held = state_bytes(self._learner.abstract_state())
+        held = state_bytes(self._learner.trained.abstract_state())
         if self._learner.needs_reference:
             held["reference policy"] = held["parameters"]
         if self._critic:
             held["critic"] = placed_bytes(self._critic.abstract_arrays())
         return held
 
+    def _held_by_rollout(self) -> dict[str, int]:
+        """What lies there beside a rollout and its weights."""
+        return self._held() | ({"parameters": 0} if self._job.network.shares_weights else {})
+
     def _on_host(self) -> dict[str, int]:
         """What lies in the host's memory all the time, for each device."""
-        on_host = {"optimizer": placed_bytes(self._learner.abstract_state(), on_host=True)}
+        on_host = {"optimizer": placed_bytes(self._learner.trained.abstract_state(), on_host=True)}
         if self._critic:
-            on_host["critic's optimizer"] = placed_bytes(self._critic.abstract_state(), on_host=True)
+            on_host["critic's optimizer"] = placed_bytes(self._critic.trained.abstract_state(), on_host=True)
         return on_host
 
 
