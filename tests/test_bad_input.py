@@ -5,6 +5,8 @@ import functools
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -21,6 +23,7 @@ from jaxrl_post.observe.metrics import MetricsWriter
 from jaxrl_post.rewards.call import answer
 from jaxrl_post.rewards.function import load_function
 from jaxrl_post.rewards.grader import Grader, by_calls
+from jaxrl_post.run_dir import Claim
 from jaxrl_post.types import Prompt, Response
 from launch.__main__ import main
 from launch.byte_tokenizer import write_byte_tokenizer
@@ -238,6 +241,26 @@ def test_a_run_folder_that_may_not_be_written(refused, tmp_path, monkeypatch):
 
 def test_a_run_folder_that_the_system_refuses(refused):
     refused("run_dir=/proc/run cannot be made (No such file or directory)", run_dir="/proc/run")
+
+
+HOLD = """
+import sys, time
+from jaxrl_post.run_dir import Claim
+claim = Claim(sys.argv[1])
+print("held", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_run_folder_that_another_run_is_writing(refused, tmp_path):
+    """The kernel lets go of it when that one is killed."""
+    run_dir = str(tmp_path / "run")
+    with subprocess.Popen([sys.executable, "-c", HOLD, run_dir], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        refused(f"run_dir={run_dir} is in use by another run (process {other.pid} on ", "give another run_dir")
+        other.kill()
+    Claim(run_dir).close()
+    assert (tmp_path / "run" / ".lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
 @pytest.mark.parametrize(("limit", "width"), [(47, 47), (48, 48), (64, 48)])

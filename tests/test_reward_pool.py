@@ -189,17 +189,27 @@ def test_a_batch_that_hangs_whole_is_told():
 
 
 @pytest.mark.slow
-def test_a_run_whose_reward_hangs_on_every_sample_ends_where_asked(tmp_path, capsys):
+@pytest.mark.parametrize("mode", [(), ("--rollout-only",)], ids=["run", "rollouts"])
+def test_a_run_whose_reward_hangs_on_every_sample_ends_where_asked(tmp_path, capsys, mode):
     small = ("mesh.fsdp=1", "mesh.allow_unused_devices=true", "rollout.max_new_tokens=4", "data.prompts_per_step=2",
              "rollout.samples_per_prompt=2", "evaluation.enabled=false", "training.tokens_per_microbatch=256",
              "model.random={family: llama, layers: 1, hidden_size: 16, intermediate_size: 32}")  # fmt: skip
-    hangs = ("reward.function=hostile_grader:wait", "reward.timeout=0.2", "alerts.failed_reward_steps=2")
-    assert main(["configs/tiny/grpo.yaml", f"run_dir={tmp_path}", *small, *hangs]) == 2
+    hangs = ("reward.function=hostile_grader:wait", "reward.timeout=0.2", "alerts.failed_reward_steps=2",
+             "alerts.limits={response_length/mean: 0.5}")  # fmt: skip
+    assert main(["configs/tiny/grpo.yaml", f"run_dir={tmp_path}", *small, *hangs, *mode]) == 2
     out, err = capsys.readouterr()
     told = "a reward failed on all of its samples (4 failed, 4 timeouts, 0 crashes)"
     assert [line for line in out.splitlines() if told in line] == [f"alert: step {i}: {told}" for i in (1, 2)]
     assert "error: alerts.failed_reward_steps=2: a reward failed on all samples of so many steps in a row" in err
-    assert [row["alert/reward/all_failed"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 1]
+    assert [line.partition(" is ")[0] for line in out.splitlines() if "beyond" in line] == [
+        f"alert: step {i}: response_length/mean" for i in (1, 2)
+    ]
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert (
+        [row["alert/reward/all_failed"] for row in rows]
+        == [row["alert/response_length/mean"] for row in rows]
+        == [1, 1]
+    )
 
 
 def test_a_grader_may_use_alarms_and_workers_are_kept(pool):

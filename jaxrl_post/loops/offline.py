@@ -23,7 +23,7 @@ from jaxrl_post.observe.metrics import METRICS
 from jaxrl_post.observe.plot import OFFLINE, plot_curves
 from jaxrl_post.observe.progress import Phases, Progress
 from jaxrl_post.observe.watchdog import Watchdog
-from jaxrl_post.run_dir import make_run_dir
+from jaxrl_post.run_dir import Claim
 from jaxrl_post.training.state import TrainState
 from jaxrl_post.types_offline import Example
 from sharding.processes import is_first, together
@@ -39,7 +39,8 @@ def run(config: OfflineConfig) -> None:
     """
     with Watchdog(config.watchdog_minutes):
         job = together(lambda: build(config))
-        run_dir = together(lambda: make_run_dir(config.run_dir))
+        claim = together(lambda: Claim(config.run_dir, hold=is_first()))
+        run_dir = claim.path
         teachers = Teachers(job.teachers)
         learner = OfflineLearner(job, teachers)
         checkpoints = Checkpointer(run_dir / "checkpoints", config.checkpoint.keep_last)
@@ -55,7 +56,7 @@ def run(config: OfflineConfig) -> None:
             state = _start(job, checkpoints, learner, stream, saves, done)
         write_config(config, run_dir)
 
-    with Stop() as stop, running(config, job.network, learner.shape.rows, done, checkpoints) as now:
+    with Stop() as stop, running(config, job.network, learner.shape.rows, done, claim, checkpoints) as now:
         writer, progress, phases = now.writer, now.progress, now.phases
         for line in introduction(config, job.network, state, learner.shape.rows, _data(job), done):
             progress.note(line)

@@ -32,13 +32,13 @@ from jaxrl_post.loops.stopping import STOPPED, Stop
 from jaxrl_post.loops.taught_advantage import TaughtAdvantages
 from jaxrl_post.loops.teachers import Teachers
 from jaxrl_post.models.decoder import Params
-from jaxrl_post.observe.alerts import Alerts, as_metrics
+from jaxrl_post.observe.alerts import Alerts
 from jaxrl_post.observe.metrics import METRICS
 from jaxrl_post.observe.plot import ONLINE, plot_curves
 from jaxrl_post.observe.progress import Phases, Progress
 from jaxrl_post.observe.watchdog import Watchdog
 from jaxrl_post.rollout.sampler import Sampler
-from jaxrl_post.run_dir import make_run_dir
+from jaxrl_post.run_dir import Claim
 from jaxrl_post.training.state import TrainState
 from sharding.processes import is_first, together
 
@@ -52,7 +52,8 @@ def run(config: Config, rollouts: Path | None = None) -> None:
     """
     with Watchdog(config.watchdog_minutes):
         job = together(lambda: build(config))
-        run_dir = together(lambda: make_run_dir(config.run_dir))
+        claim = together(lambda: Claim(config.run_dir, hold=is_first()))
+        run_dir = claim.path
         checkpoints = Checkpointer(run_dir / "checkpoints", config.checkpoint.keep_last)
         done = last_step(checkpoints, config)
         evaluates = config.evaluation.enabled and bool(job.held_out)
@@ -76,7 +77,7 @@ def run(config: Config, rollouts: Path | None = None) -> None:
             state = _start(job, checkpoints, learner, gather, credit, critic, saves, done)
         write_config(config, run_dir)
 
-    with Stop() as stop, running(config, network, learner.shape, done, checkpoints, job.reward) as now:
+    with Stop() as stop, running(config, network, learner.shape, done, claim, checkpoints, job.reward) as now:
         writer, progress, phases = now.writer, now.progress, now.phases
         for line in introduction(config, job.network, state, learner.shape, _data(job), done):
             progress.note(line)
@@ -114,13 +115,7 @@ def run(config: Config, rollouts: Path | None = None) -> None:
                     checkpoints.save(step, arrays, host, keep=saves.best_step)
             if config.dump_rollouts:
                 writer.write_rollouts(step, dump(samples, job.reward.names, advantages_N))
-            metrics = now.clocked(metrics) | job.reward.collect()
-            reasons = alerts.look(metrics)
-            metrics |= as_metrics(reasons)
-            now.write(step, metrics)
-            for reason in reasons.values():
-                progress.note(f"alert: step {step}: {reason}")
-            alerts.check()
+            now.write(step, now.clocked(metrics) | job.reward.collect(), alerts)
             if stopping:
                 progress.note(STOPPED.format(step=step))
                 break

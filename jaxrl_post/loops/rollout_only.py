@@ -16,8 +16,10 @@ from jaxrl_post.loops.measures import part_metrics, sample_metrics
 from jaxrl_post.loops.network import initial_params, rollout_params
 from jaxrl_post.loops.run_folder import check_processes, write_config
 from jaxrl_post.loops.running import running
+from jaxrl_post.observe.alerts import Alerts
 from jaxrl_post.rollout.sampler import Sampler
-from sharding.processes import together
+from jaxrl_post.run_dir import Claim
+from sharding.processes import is_first, together
 
 
 def run_rollouts(config: Config) -> None:
@@ -34,9 +36,10 @@ def run_rollouts(config: Config) -> None:
     check_processes(config, stream, network.mesh)
     sampler = Sampler(network.graphdef, network.model, network.mesh, job.stop_ids, job.token_bytes)
     gather, shape = Gather(job, sampler, stream), update_shape(job, config.rollout.max_new_tokens)
-    with running(config, network, shape, 0, job.reward) as now:
+    claim = together(lambda: Claim(config.run_dir, hold=is_first()))
+    with running(config, network, shape, 0, claim, job.reward) as now:
         write_config(config, run_dir)
-        params = rollout_params(network, initial_params(network, config.seed))
+        params, alerts = rollout_params(network, initial_params(network, config.seed)), Alerts(config.alerts)
         for step in range(1, config.steps + 1):
             drawn, gathered = gather.next(params, step, now.phases)
             samples = drawn.graded()
@@ -45,5 +48,5 @@ def run_rollouts(config: Config) -> None:
             metrics = sample_metrics(
                 samples.prompts, samples.rollout, samples.rewards_N, advantages_N, job.prompt_width
             )
-            metrics |= part_metrics(job.reward.names, samples.scores.heads_NK) | gathered | job.reward.collect()
-            now.write(step, now.clocked(metrics))
+            metrics |= part_metrics(job.reward.names, samples.scores.heads_NK) | gathered
+            now.write(step, now.clocked(metrics) | job.reward.collect(), alerts)

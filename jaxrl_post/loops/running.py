@@ -13,6 +13,7 @@ from jaxrl_post.loops.measures import Metrics, speed_metrics
 from jaxrl_post.loops.network import Network
 from jaxrl_post.loops.out_of_memory import memory_explained
 from jaxrl_post.loops.run_folder import reporting
+from jaxrl_post.observe.alerts import Alerts, as_metrics
 from jaxrl_post.observe.compiles import CompileCounter
 from jaxrl_post.observe.metrics import MetricsWriter, NoWriter
 from jaxrl_post.observe.progress import Phases, Progress
@@ -38,9 +39,16 @@ class Running(NamedTuple):
         metrics = metrics | self.phases.collect() | self.compiles.collect()
         return metrics | speed_metrics(metrics["perf/total_num_tokens"], metrics["timing_s/step"], self.devices)
 
-    def write(self, step: int, metrics: Metrics) -> None:
+    def write(self, step: int, metrics: Metrics, alerts: Alerts | None = None) -> None:
+        """Write and show a step's metrics, and what alerts find among them. Raises: as `Alerts.check`."""
+        reasons = alerts.look(metrics) if alerts else {}
+        metrics = metrics | as_metrics(reasons)
         self.writer.write(step, metrics)
         self.progress.update(step, metrics)
+        for reason in reasons.values():
+            self.progress.note(f"alert: step {step}: {reason}")
+        if alerts:
+            alerts.check()
 
 
 @contextlib.contextmanager

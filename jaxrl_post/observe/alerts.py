@@ -44,7 +44,7 @@ class Alerts:
             raise FailedRewardsError(
                 f"alerts.failed_reward_steps={limit}: a reward failed on all samples of so many steps in a row. The "
                 "warnings say how: see to what it needs, or raise reward.timeout; the same command goes on from the "
-                "last checkpoint"
+                "last checkpoint, where there is one"
             )
 
     def _reason(self, name: str, value: float) -> str:
