@@ -174,7 +174,7 @@ def agrees(config: Any, samples: list[Any]) -> dict[str, Any]:
 
     try:
         bench = build(config)
-        _, metrics = bench.learner.learn(bench.learner.start(bench.params), samples, Phases())
+        _, metrics = bench.learner.learn(bench.learner.trained.start(bench.params), samples, Phases())
     except ValueError as error:  # a backend that cannot serve here says so
         return {"refused": str(error)}
     return {"logp_abs_diff_max": metrics["rollout_corr/logp_abs_diff_max"], "grad_norm": metrics["actor/grad_norm"]}
@@ -187,7 +187,7 @@ def speed(name: str) -> dict[str, Any]:
     from sharding.mesh import platform
 
     bench = build(recipe(name))
-    group, state, seconds = bench.job.config.rollout.samples_per_prompt, bench.learner.start(bench.params), {}
+    group, state, seconds = bench.job.config.rollout.samples_per_prompt, bench.learner.trained.start(bench.params), {}
     bench.params = None  # the state has them
     for step in (1, 2):
         start = time.perf_counter()

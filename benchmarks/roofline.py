@@ -24,7 +24,7 @@ from peers import run_peer
 from products import forward_s, update_s
 from workload import GROUP, PROMPTS, write_workload
 
-from jaxrl_post.loops.learner import attention_length
+from jaxrl_post.loops.packed import attention_length
 from jaxrl_post.models.huggingface import read_config
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.training.packing import pack_shape

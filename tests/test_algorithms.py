@@ -18,8 +18,8 @@ from jaxrl_post import recipes
 from jaxrl_post.config_algorithms import PolicyAlgorithm
 from jaxrl_post.loops.credit import Credit, Signals, estimator
 from jaxrl_post.loops.groups import Group, Samples
-from jaxrl_post.loops.learner import by_number
 from jaxrl_post.loops.online import run
+from jaxrl_post.loops.packed import by_number
 from jaxrl_post.observe.metrics import read_metrics
 from jaxrl_post.observe.progress import Phases
 from jaxrl_post.rewards.reward import Scores

@@ -89,7 +89,7 @@ def test_experts_are_gathered_over_fsdp_alone_and_summed_over_tensor_once_a_laye
 
 def test_no_part_of_the_optimizer_is_whole_on_a_device():
     job = job_of(fsdp=8)
-    state = Learner(job).abstract_state()
+    state = Learner(job).trained.abstract_state()
     report = bytes_per_device(state, jax.tree.map(lambda x: x.sharding, state))
     whole = [leaf.name for leaf in report.leaves if leaf.per_device == leaf.total and len(leaf.shape) > 2]
     assert whole == []

@@ -50,7 +50,7 @@ def learned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     job = build(recipes.load(RECIPE, [f"run_dir={folder}", *SMALL]))
     learner, phases, metrics, weights = Learner(job), Phases(), [], []
-    state = learner.start(initial_params(job.network, 0))
+    state = learner.trained.start(initial_params(job.network, 0))
     for bad in (math.nan, 1.0, math.inf, math.nan):
         weights.append(jax.device_get(state.params))
         try:

@@ -14,10 +14,11 @@ from flax import nnx
 
 from jaxrl_post import recipes
 from jaxrl_post.checkpoint import Checkpointer
-from jaxrl_post.loops.critic import Critic, Scores, credit_tokens
+from jaxrl_post.loops.critic import Critic
 from jaxrl_post.loops.job import build
 from jaxrl_post.loops.network import initial_params
 from jaxrl_post.loops.online import run
+from jaxrl_post.loops.token_credit import Scores, credit_tokens
 from jaxrl_post.observe.metrics import read_metrics
 from jaxrl_post.observe.progress import Phases
 from jaxrl_post.types import Trajectory

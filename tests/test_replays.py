@@ -57,7 +57,7 @@ def fail_policy(config):
     online = job.build(config)
     learner = Learner(online, loaded(Teachers(online.teachers)))
     learner._skips = Faulty(config)
-    state = learner.start(initial_params(online.network, 0))
+    state = learner.trained.start(initial_params(online.network, 0))
     while True:
         state, _ = learner.learn(state, trajectories(online), PHASES)
 
@@ -78,7 +78,7 @@ def fail_offline(config):
     start = initial_params(files.network, 0)
     if learner.needs_reference:
         learner.keep_reference(start)
-    state = learner.start(start)
+    state = learner.trained.start(start)
     for _ in range(2):
         state, _ = learner.learn(state, files.examples[: config.data.examples_per_step], PHASES)
 

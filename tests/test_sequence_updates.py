@@ -67,7 +67,7 @@ def offline(recipe, mesh, *overrides, **model):
     params = initial_params(job.network, 0)
     if learner.needs_reference:
         learner.keep_reference(initial_params(job.network, 1))
-    state, metrics = learner.learn(learner.start(params), job.examples[:8], Phases())
+    state, metrics = learner.learn(learner.trained.start(params), job.examples[:8], Phases())
     return gradient(state.opt_state), metrics
 
 
@@ -115,7 +115,7 @@ def student(mesh):
     learner = Learner(job, teachers)
     samples = trajectories(two_prompts(job))
     assert {t.lesson.teacher for t in samples} == {0, 1}
-    state, metrics = learner.learn(learner.start(initial_params(job.network, 0)), samples, Phases())
+    state, metrics = learner.learn(learner.trained.start(initial_params(job.network, 0)), samples, Phases())
     return gradient(state.opt_state), metrics
 
 

@@ -35,13 +35,13 @@ def learner_of(zero, *overrides, recipe=RECIPE, mesh=MESH):
 def test_weights_are_whole_or_cut_and_moments_always_cut(zero, whole):
     job = stand_in_job(recipes.load(RECIPE, [*MESH, f"mesh.zero={zero}"]), jax.devices())
     learner, network = Learner(job), job.network
-    state = learner.abstract_state()
+    state = learner.trained.abstract_state()
     cut = tree_shardings(network.axes, network.abstract_params, TRAIN, network.mesh)
     of = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
     assert of(state.opt_state.mu) == of(state.opt_state.nu) == cut
     assert (of(state.params) == cut) is not whole
-    assert (of(learner.abstract_gradients()) == cut) is (zero > 1)
-    assert {x.dtype for x in jax.tree.leaves(learner.abstract_gradients())} == {np.dtype(np.float32)}
+    assert (of(learner.trained.abstract_gradients()) == cut) is (zero > 1)
+    assert {x.dtype for x in jax.tree.leaves(learner.trained.abstract_gradients())} == {np.dtype(np.float32)}
     over_fsdp = ["fsdp" in str(sharding.spec) for sharding in jax.tree.leaves(of(state.params))]
     assert any(over_fsdp) is not whole
     params = place(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), network.abstract_params), of(state.params))
@@ -51,11 +51,11 @@ def test_weights_are_whole_or_cut_and_moments_always_cut(zero, whole):
 @pytest.mark.slow
 def test_stage_1_sums_whole_gradients_and_gathers_weights_once_an_update():
     learner = learner_of(1, "model.scan_layers=true")
-    text, mesh = learner.traced_update().lower().compile().as_text(), learner.abstract_state().step.sharding.mesh
+    text, mesh = learner.traced_update().lower().compile().as_text(), learner.trained.shardings.step.mesh
     sent = collections.Counter()
     for c in Program(text).collectives(mesh):
         sent[c.kind] += c.bytes if "fsdp" in c.axes else 0
-    weights = sum(4 * x.size for x in jax.tree.leaves(learner.abstract_gradients()))
+    weights = sum(4 * x.size for x in jax.tree.leaves(learner.trained.abstract_gradients()))
     assert {kind for kind, size in sent.items() if size} == {"all-reduce", "all-gather"}
     assert weights / 2 <= sent["all-reduce"] < 1.1 * weights  # tensor=2 cuts most of them
     assert 0.9 * weights / 2 <= sent["all-gather"] <= weights / 2

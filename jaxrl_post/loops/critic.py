@@ -9,47 +9,31 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.stages import Traced
 
 from jaxrl_post.config_ppo import PPO
 from jaxrl_post.loops.faulty_update import Skips, read_fault
 from jaxrl_post.loops.job import Job
-from jaxrl_post.loops.learner import by_number, floats, mean_metrics, mini_batches, update_shape
-from jaxrl_post.loops.measures import Metrics, mean_max_min
+from jaxrl_post.loops.measures import Metrics, floats, mean_metrics
+from jaxrl_post.loops.packed import by_number, mini_batches, numbered, pack_update, update_shape
+from jaxrl_post.loops.token_credit import Scores, as_targets, credit_tokens, value_metrics, with_targets
+from jaxrl_post.loops.trained import make_trained
 from jaxrl_post.models import scalar_head
 from jaxrl_post.models.decoder import Params
-from jaxrl_post.objectives.returns import gae, token_rewards, whiten
-from jaxrl_post.objectives.values import explained_variance
 from jaxrl_post.observe.progress import Phases
-from jaxrl_post.training.critic import critic_micro_loss, make_critic_update, make_values, token_values
+from jaxrl_post.training.critic import critic_micro_loss, make_critic_update, token_values
 from jaxrl_post.training.diagnosis import Diagnosis, diagnose, make_probe
-from jaxrl_post.training.optimizer import make_optimizer
-from jaxrl_post.training.packing import empty_batch, pack
-from jaxrl_post.training.state import TrainState, abstract_gradients, init_state, restorable_state, state_shardings
+from jaxrl_post.training.micro_batches import make_scorer
+from jaxrl_post.training.packing import empty_batch
+from jaxrl_post.training.state import TrainState
 from jaxrl_post.training.update import batch_shardings
 from jaxrl_post.types import TrainBatch, Trajectory
 from sharding.placement import Tree, place, placed_shapes, reshard
 from sharding.processes import fetch
-
-
-class Scores(NamedTuple):
-    """What the rewards and values of a step come to; `live_N` False has neither.
-
-    `reward_N` float32; `penalty_NR` float32, coef · KL of each token; `value_NR` float32, of the state each token was
-    sampled in; `after_N` float32, of the state after the last token, 0 where the response ended; `length_N` int32.
-    """
-
-    reward_N: Any
-    penalty_NR: Any
-    value_NR: Any
-    after_N: Any
-    length_N: Any
-    live_N: Any
 
 
 class Critic:
@@ -61,32 +45,27 @@ class Critic:
     def __init__(self, job: Job, algorithm: PPO):
         """Holds no weights yet. Raises: ValueError when a row cannot hold what bootstrapping adds to a sample."""
         self._job, self._algorithm = job, algorithm
-        self._abstract_params = {"head": scalar_head.abstract_head(job.network.model)}
-        axes, held = {"head": scalar_head.AXES}, {"decoder": job.network.shardings()}
+        params, axes = {"head": scalar_head.abstract_head(job.network.model)}, {"head": scalar_head.AXES}
+        held = {"decoder": job.network.shardings()}
         if self.owns_decoder:
-            self._abstract_params["decoder"], axes["decoder"], held = job.network.abstract_params, job.network.axes, {}
+            params["decoder"], axes["decoder"], held = job.network.abstract_params, job.network.axes, {}
         updates = algorithm.epochs * algorithm.mini_batches
-        self._optimizer = make_optimizer(algorithm.critic, job.config.steps, updates)
-        self._shardings = state_shardings(
-            self._abstract_params,
-            axes,
-            self._optimizer,
-            job.network.mesh,
-            job.network.stage,
-            algorithm.critic.offload,
-        )
+        self.trained = make_trained(job.network, algorithm.critic, job.config.steps, updates, params, axes)
         # A state after the last token takes that token as an input, with one more target to read it at.
         self.shape = update_shape(job, job.config.rollout.max_new_tokens + algorithm.bootstrap_truncated)
         self._batch_shardings = batch_shardings(self.shape, job.network.mesh)
         values = token_values(job.network.graphdef, self._batch_shardings)
-        self._values = make_values(
-            values, params_shardings=self._shardings.params | held, batch_shardings=self._batch_shardings
+        self._values = make_scorer(
+            values,
+            params_shardings=self.trained.shardings.params | held,
+            batch_shardings=self._batch_shardings,
+            said_shardings=self._batch_shardings.old_logp,
         )
         self._update: Any = make_critic_update(
             values,
-            self._optimizer,
+            self.trained.optimizer,
             value_clip=algorithm.critic.value_clip,
-            shardings=self._shardings,
+            shardings=self.trained.shardings,
             held_shardings=held,
             batch_shardings=self._batch_shardings,
         )
@@ -96,9 +75,9 @@ class Critic:
 
     def start(self, params: Params) -> None:
         """Begin with a head of zeros, as no state is worth anything yet; a decoder of its own is a copy of `params`."""
-        head = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._abstract_params["head"])
-        own = {"decoder": reshard(params, self._shardings.params["decoder"])} if self.owns_decoder else {}
-        self._state = init_state({"head": head} | own, self._optimizer, self._shardings)
+        head = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.trained.abstract_params["head"])
+        own = {"decoder": reshard(params, self.trained.shardings.params["decoder"])} if self.owns_decoder else {}
+        self._state = self.trained.start({"head": head} | own)
 
     @property
     def owns_decoder(self) -> bool:
@@ -115,21 +94,14 @@ class Critic:
 
     def abstract_arrays(self) -> Tree:
         """Shapes, dtypes and shardings of `arrays`."""
-        return {"critic": self.abstract_state()._asdict()}
-
-    def abstract_state(self) -> TrainState:
-        return restorable_state(self._abstract_params, self._optimizer, self._shardings)
-
-    def abstract_gradients(self) -> Params:
-        """Shapes and shardings of what an update adds up."""
-        return abstract_gradients(self._abstract_params, self._shardings)
+        return {"critic": self.trained.abstract_state()._asdict()}
 
     def traced_update(self) -> Traced:
         """The update from abstract arguments; nothing is allocated on a device."""
         batch = placed_shapes(empty_batch(self.shape), self._batch_shardings)
         network = self._job.network
         held = self._held(placed_shapes(network.abstract_params, network.shardings()))
-        return self._update.trace(self.abstract_state(), batch, jax.ShapeDtypeStruct((), np.int32), held)
+        return self._update.trace(self.trained.abstract_state(), batch, jax.ShapeDtypeStruct((), np.int32), held)
 
     def restore(self, arrays: Tree) -> None:
         self._state = TrainState(**arrays["critic"])
@@ -155,12 +127,12 @@ class Critic:
             scores = self._scores(trajectories, reward_N, penalty_NR, values, truncated_N)
             advantage_NR, return_NR, explained = jax.device_get(self._credit(scores))
             assigned = [
-                _with_targets(t, advantage_R, value_R, return_R) if live else t
+                with_targets(t, advantage_R, value_R, return_R) if live else t
                 for t, live, advantage_R, value_R, return_R in zip(
                     trajectories, scores.live_N, advantage_NR, scores.value_NR, return_NR, strict=True
                 )
             ]
-        return assigned, _metrics(assigned, float(explained))
+        return assigned, value_metrics(assigned, float(explained))
 
     def values(self, trajectories: Sequence[Trajectory], policy: Params) -> list[np.ndarray]:
         """The value of the state each token was sampled in, a float32 [n] for each trajectory, [0] if not trained on.
@@ -169,9 +141,7 @@ class Critic:
         """
         values = []
         for mini in mini_batches(trajectories, self._algorithm.mini_batches):
-            # Each target carries its trajectory's number in place of an advantage, to find its way back.
-            numbered = [dataclasses.replace(self._asked(t), advantage=float(i)) for i, t in enumerate(mini, start=1)]
-            batch, n_micro = self._pack(numbered)
+            batch, n_micro = self._pack(numbered([self._asked(t) for t in mini]))
             whole = self._started().params | self._held(policy)
             value_ABM = self._values(whole, place(batch, self._batch_shardings), n_micro)
             values += by_number(fetch(value_ABM), batch.advantage, len(mini))
@@ -181,7 +151,7 @@ class Critic:
         """`epochs` passes over the step's mini-batches towards the targets of `assign`; means over the updates, and how
         many were skipped. Raises: NumericFaultError as `Skips.note`."""
         packed = [
-            self._pack([_as_targets(t) for t in mini])
+            self._pack([as_targets(t) for t in mini])
             for mini in mini_batches(trajectories, self._algorithm.mini_batches)
         ]
         batches = [(place(batch, self._batch_shardings), n_micro) for batch, n_micro in packed]
@@ -203,9 +173,9 @@ class Critic:
         network = self._job.network
         held = self._held(placed_shapes(network.abstract_params, network.shardings()))
         rows = empty_batch(self.shape).tokens.shape
-        fault = read_fault(folder, self.abstract_state(), self._batch_shardings, rows, held)
+        fault = read_fault(folder, self.trained.abstract_state(), self._batch_shardings, rows, held)
         held = fault.held or {}
-        probe = make_probe(self._probed, self._shardings.params)
+        probe = make_probe(self._probed, self.trained.shardings.params)
         found = diagnose(probe, fault.state.params, fault.batch, fault.n_micro, held)
         _, metrics, _ = self._update(fault.state, fault.batch, fault.n_micro, held)
         return found, floats(metrics)
@@ -246,47 +216,5 @@ class Critic:
         )
 
     def _pack(self, trajectories: Sequence[Trajectory]) -> tuple[TrainBatch, int]:
-        config = self._job.config
-        batch, n_micro, _ = pack(
-            trajectories,
-            self.shape,
-            aggregation=self._algorithm.aggregation,
-            scale_length=self._algorithm.loss_scale_length or config.rollout.max_new_tokens,
-            share_prefix=config.training.share_prefix,
-            keep_all=True,
-        )
+        batch, n_micro, _ = pack_update(self._job, trajectories, self.shape, keep_all=True)
         return batch, n_micro
-
-
-def credit_tokens(scores: Scores, *, gamma: float, lam: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Whitened advantages and returns, float32 [N, R], and how much of the returns' variance the values explain."""
-    R = scores.value_NR.shape[1]
-    mask_NR = (jnp.arange(R)[None] < scores.length_N[:, None]) & scores.live_N[:, None]
-    reward_NR = token_rewards(scores.reward_N[:, None], scores.penalty_NR, mask_NR, kl_coef=1.0)
-    advantage_NR, return_NR = gae(
-        reward_NR, scores.value_NR, mask_NR, gamma=gamma, lam=lam, bootstrap_BS=scores.after_N[:, None]
-    )
-    return whiten(advantage_NR, mask_NR), return_NR, explained_variance(scores.value_NR, return_NR, mask_NR)
-
-
-def _with_targets(t: Trajectory, advantage_R: np.ndarray, value_R: np.ndarray, return_R: np.ndarray) -> Trajectory:
-    n = len(t.response_ids)
-    return dataclasses.replace(t, advantage=advantage_R[:n], value=value_R[:n], value_target=return_R[:n])
-
-
-def _as_targets(t: Trajectory) -> Trajectory:
-    """As `training.critic` reads it: the target for an advantage, the value at sampling time for a log-prob."""
-    if t.value is None or t.value_target is None:
-        return dataclasses.replace(t, train=False)
-    return dataclasses.replace(t, advantage=t.value_target, logp=t.value)
-
-
-def _metrics(trajectories: Sequence[Trajectory], explained: float) -> Metrics:
-    """verl's, over live tokens; none without any."""
-    values = [t.value for t in trajectories if t.value is not None and len(t.value)]
-    targets = [t.value_target for t in trajectories if t.value_target is not None and len(t.value_target)]
-    if not values:
-        return {}
-    named = {"critic/values": np.concatenate(values), "critic/returns": np.concatenate(targets)}
-    metrics = {f"{name}/{kind}": x for name, tokens in named.items() for kind, x in mean_max_min(tokens).items()}
-    return metrics | {"critic/vf_explained_var": explained}

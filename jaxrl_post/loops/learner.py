@@ -6,8 +6,7 @@ P prompts a step, G samples each; A micro-batches, B rows, M targets of an updat
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +17,26 @@ from jax.stages import Traced
 from jaxrl_post.config_distillation import Distillation
 from jaxrl_post.loops.faulty_update import Skips, read_fault
 from jaxrl_post.loops.job import Job
-from jaxrl_post.loops.network import check_row
-from jaxrl_post.loops.taught_update import TaughtUpdate, numbered
+from jaxrl_post.loops.measures import Metrics, floats, mean_metrics
+from jaxrl_post.loops.packed import by_number, mini_batches, most_sequences, numbered, pack_update, update_shape
+from jaxrl_post.loops.policy_update import PolicyUpdate
+from jaxrl_post.loops.taught_update import TaughtUpdate
 from jaxrl_post.loops.teachers import NO_TEACHERS, Teachers
-from jaxrl_post.models import backends
-from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.loops.trained import make_trained
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.models.moe import record_dtype
 from jaxrl_post.observe.progress import Phases
 from jaxrl_post.training.balance import seqlen_metrics
-from jaxrl_post.training.diagnosis import Diagnosis, diagnose, make_probe
-from jaxrl_post.training.loss import policy_loss
-from jaxrl_post.training.optimizer import make_optimizer
-from jaxrl_post.training.packing import LONGEST_GROUP_ROW, PackReport, PackShape, empty_batch, pack, pack_shape
+from jaxrl_post.training.diagnosis import Diagnosis, diagnose
+from jaxrl_post.training.packing import empty_batch
 from jaxrl_post.training.routing import choice_sharding, packed_choices, routed
-from jaxrl_post.training.state import TrainState, abstract_gradients, init_state, restorable_state, state_shardings
+from jaxrl_post.training.state import TrainState
 from jaxrl_post.training.surrogate import sampler_metrics, weighed_advantage
-from jaxrl_post.training.update import Rows, Score, batch_shardings, make_score, make_update, micro_batch_loss
+from jaxrl_post.training.update import Rows, Score, batch_shardings, make_score
 from jaxrl_post.types import RoutedBatch, TrainBatch, Trajectory
-from sharding.mesh import batch_shards
 from sharding.placement import place, placed_shapes, reshard
 from sharding.processes import fetch
 
-Metrics = dict[str, float]
 FIRST_UPDATE = ("training/rollout_probs_diff", "rollout_corr/")  # sampler against trainer: before the policy moves
 
 
@@ -51,49 +47,30 @@ class Learner:
         """Holds no weights yet. Raises: ValueError when a custom loss cannot be had."""
         config, algorithm = job.config, job.config.algorithm
         self._job = job
-        self._optimizer = make_optimizer(config.optimizer, config.steps, algorithm.epochs * algorithm.mini_batches)
-        self._shardings = state_shardings(
-            job.network.abstract_params,
-            job.network.axes,
-            self._optimizer,
-            job.network.mesh,
-            job.network.stage,
-            config.optimizer.offload,
-        )
+        updates = algorithm.epochs * algorithm.mini_batches
+        self.trained = make_trained(job.network, config.optimizer, config.steps, updates)
         self._lessons = isinstance(algorithm, Distillation)  # teachers' prompts lie in the same rows
         self.shape = update_shape(job, config.rollout.max_new_tokens, self._lessons)
         self._batch_shardings: TrainBatch = batch_shardings(self.shape, job.network.mesh)
         self._replays = config.model.moe.routing_replay
-        self._read: Rows = self._batch_shardings  # by the update
+        read: Rows = self._batch_shardings
         if self._replays:
-            self._read = RoutedBatch(self._batch_shardings, choice_sharding(self._batch_shardings))
-        num_sequences = _num_sequences(job, self.shape)
-        temperature, chunk = config.rollout.temperature, config.training.logprob_chunk
-        self._update: Any  # (state, batch, n_micro) -> state, metrics, log-probs
-        # (trajectories, their batch) -> what the update reads
-        self._complete: Callable[[Sequence[Trajectory], TrainBatch], Any]
+            read = RoutedBatch(self._batch_shardings, choice_sharding(self._batch_shardings))
+        self._update: PolicyUpdate | TaughtUpdate
         if isinstance(algorithm, Distillation):
-            taught = TaughtUpdate(job, algorithm, teachers, self.shape, self._optimizer, self._shardings)
-            pack_all = lambda numbered: self._pack(numbered, keep_all=True)[0]
-            self._update, self._complete = taught, functools.partial(taught.attach, pack=pack_all)
+            self._update = TaughtUpdate(job, algorithm, teachers, self.shape, self.trained)
         else:
-            self._update = make_update(
-                job.network.graphdef,
-                self._optimizer,
-                policy_loss(algorithm, num_sequences),
-                shardings=self._shardings,
-                **self._policy_options(),
-            )
-            self._complete = lambda _, batch: batch
+            self._update = PolicyUpdate(job, self.shape, read, self.trained)
         score = functools.partial(
             make_score,
             job.network.graphdef,
-            params_shardings=self._shardings.params,
-            temperature=temperature,
-            chunk=chunk,
+            params_shardings=self.trained.shardings.params,
+            temperature=config.rollout.temperature,
+            chunk=config.training.logprob_chunk,
         )
         self._score = score(batch_shardings=self._batch_shardings)
-        self._score_policy = score(batch_shardings=self._read) if self._replays else self._score
+        self._score_policy = score(batch_shardings=read) if self._replays else self._score
+        num_sequences = most_sequences(job, self.shape)
         self._sampler_metrics = jax.jit(sampler_metrics(algorithm, num_sequences))
         self._advantage = jax.jit(
             weighed_advantage(algorithm, num_sequences), out_shardings=self._batch_shardings.advantage
@@ -108,23 +85,11 @@ class Learner:
     def keep_reference(self, params: Params) -> None:
         """Copy the frozen policy of the KL, where `needs_reference`; before the first `learn`."""
         if self.needs_reference:
-            self._reference = reshard(params, self._shardings.params)
-
-    def start(self, params: Params) -> TrainState:
-        """Fresh optimizer state around `params`, which it takes over (the first update donates them)."""
-        return init_state(params, self._optimizer, self._shardings)
-
-    def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state: what to restore a checkpoint into."""
-        return restorable_state(self._job.network.abstract_params, self._optimizer, self._shardings)
-
-    def abstract_gradients(self) -> Params:
-        """Shapes and shardings of what an update adds up."""
-        return abstract_gradients(self._job.network.abstract_params, self._shardings)
+            self._reference = reshard(params, self.trained.shardings.params)
 
     def traced_update(self) -> Traced:
         """The update from abstract arguments; nothing is allocated on a device. Raises: ValueError for a student's."""
-        if self._lessons:
+        if isinstance(self._update, TaughtUpdate):
             raise ValueError("algorithm.kind=distillation: its update, with teachers, cannot be planned yet")
         rows: TrainBatch = placed_shapes(empty_batch(self.shape), self._batch_shardings)
         batch: Rows = rows
@@ -133,7 +98,7 @@ class Learner:
             shape = (*rows.tokens.shape, self._job.network.model.layers, moe.per_token)
             sharding = choice_sharding(self._batch_shardings)
             batch = RoutedBatch(rows, jax.ShapeDtypeStruct(shape, record_dtype(moe.count), sharding=sharding))
-        return self._update.trace(self.abstract_state(), batch, jax.ShapeDtypeStruct((), np.int32))
+        return self._update.trace(self.trained.abstract_state(), batch, jax.ShapeDtypeStruct((), np.int32))
 
     def learn(
         self, state: TrainState, trajectories: Sequence[Trajectory], phases: Phases
@@ -157,8 +122,9 @@ class Learner:
         rows: list[Metrics] = []
         scored = algorithm.old_logprobs == "trainer"
         measured = self._measured_mismatch([batch for batch, n_micro in batches if n_micro and scored])
+        pack_all = lambda numbered: self._pack(numbered, keep_all=True)[0]
         whole = [
-            routed(self._complete(mini, batch), chosen)
+            routed(self._update.attach(mini, batch, pack_all), chosen)
             for mini, (batch, _), chosen in zip(minis, batches, choices, strict=True)
         ]
         with phases("update_actor"):
@@ -184,28 +150,10 @@ class Learner:
         """A look into one update that `Skips` has kept, and the metrics that it gives. Raises: ValueError as
         `read_fault`."""
         rows = empty_batch(self.shape).tokens.shape
-        batches: Any
-        if isinstance(self._update, TaughtUpdate):
-            batches, probe, held = self._update.shardings, self._update.probe(), self._update.held
-        else:
-            token_loss = policy_loss(self._job.config.algorithm, _num_sequences(self._job, self.shape))
-            micro_loss, survey = micro_batch_loss(self._job.network.graphdef, token_loss, **self._policy_options())
-            batches, probe, held = self._read, make_probe(micro_loss, self._shardings.params, survey), ()
-        fault = read_fault(folder, self.abstract_state(), batches, rows)
-        found = diagnose(probe, fault.state.params, fault.batch, fault.n_micro, *held)
+        fault = read_fault(folder, self.trained.abstract_state(), self._update.shardings, rows)
+        found = diagnose(self._update.probe(), fault.state.params, fault.batch, fault.n_micro, *self._update.held)
         _, metrics, _ = self._update(fault.state, fault.batch, fault.n_micro)
         return found, floats(metrics)
-
-    def _policy_options(self) -> dict[str, Any]:
-        """Of `micro_batch_loss`."""
-        config = self._job.config
-        return {
-            "temperature": config.rollout.temperature,
-            "chunk": config.training.logprob_chunk,
-            "batch_shardings": self._read,
-            "entropy_gradient": config.algorithm.entropy_coef > 0,
-            "mixture": config.model.moe if self._job.network.model.moe else None,
-        }
 
     def old_logprobs(self, state: TrainState, trajectories: Sequence[Trajectory], phases: Phases) -> list[np.ndarray]:
         """log π_old of each sampled token, a float32 [n] for each trajectory, [0] for one that is not trained on.
@@ -269,90 +217,6 @@ class Learner:
     def _measured_mismatch(self, batches: Sequence[TrainBatch]) -> Metrics:
         """All of `rollout_corr/*`, from batches whose π_old is the trainer's; means over them, none without any."""
         return mean_metrics([floats(self._sampler_metrics(batch)) for batch in batches])
-
-
-def mini_batches(trajectories: Sequence[Trajectory], count: int) -> list[Sequence[Trajectory]]:
-    """Whole groups, in order."""
-    size = len(trajectories) // count
-    return [trajectories[i : i + size] for i in range(0, len(trajectories), size)]
-
-
-def pack_update(
-    job: Job, trajectories: Sequence[Trajectory], shape: PackShape, keep_all: bool, lessons: bool = False
-) -> tuple[TrainBatch, int, PackReport]:
-    """`training.packing.pack` as the recipe wants it."""
-    algorithm, config = job.config.algorithm, job.config
-    return pack(
-        trajectories,
-        shape,
-        aggregation=algorithm.aggregation,
-        scale_length=algorithm.loss_scale_length or config.rollout.max_new_tokens,
-        share_prefix=config.training.share_prefix,
-        keep_all=keep_all,
-        lessons=lessons,
-    )
-
-
-def update_shape(job: Job, max_new_tokens: int, lessons: bool = False) -> PackShape:
-    """Of an optimizer update on responses of up to so many tokens, after the students' prompts or the teachers' too.
-
-    Raises: ValueError as `pack_shape`, and for rows that `mesh.sequence` does not cut.
-    """
-    config, model = job.config, job.network.model
-    shape = pack_shape(
-        max_prompt=job.lesson_width if lessons else job.prompt_width,
-        max_new_tokens=max_new_tokens,
-        samples_per_prompt=config.rollout.samples_per_prompt,
-        prompts=config.data.prompts_per_step // config.algorithm.mini_batches,
-        tokens_per_microbatch=config.training.tokens_per_microbatch,
-        row_length=config.training.row_length,
-        share_prefix=config.training.share_prefix,
-        batch_shards=batch_shards(job.network.mesh),
-        attention_length=attention_length(model),
-        longest_group_row=_longest_group_row(model),
-    )
-    check_row(job.network, shape.length)
-    return shape
-
-
-def _longest_group_row(model: ModelConfig) -> float:
-    """Kernels leave out what samples do not see of each other, so rows may be as long as they like."""
-    return backends.longest_row(model) if model.attention == "flash" else LONGEST_GROUP_ROW
-
-
-def attention_length(model: ModelConfig) -> float:
-    """The row length at which attention takes as long as a layer's products.
-
-    By operations it is (layer's weights) / (2 · heads · head width). Attention runs over whole masked rows at a quarter
-    of the products' speed: measured on CPUs with 5M and 135M parameters (benchmarks/README.md).
-    """
-    if model.attention == "flash":
-        return math.inf  # what a token does not see, the other samples of its group, is not computed
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    weights = model.hidden_size * (2 * queries + 2 * keys + 3 * model.active_width)
-    return weights / (2 * queries) / 4
-
-
-def by_number(values_ABM: np.ndarray, numbers_ABM: np.ndarray, count: int) -> list[np.ndarray]:
-    """The values at numbers 1…count, in order; a number's targets lie in one row, in time order."""
-    numbers = numbers_ABM.ravel()
-    order = np.argsort(numbers, kind="stable")
-    ends = np.searchsorted(numbers[order], np.arange(count + 1), side="right")
-    return np.split(values_ABM.ravel()[order], ends)[1:-1]
-
-
-def _num_sequences(job: Job, shape: PackShape) -> int:
-    """The most sequences a row can hold: each has a token, and an update has so many."""
-    samples = job.config.data.prompts_per_step * job.config.rollout.samples_per_prompt
-    return min(shape.targets, samples // job.config.algorithm.mini_batches)
-
-
-def floats(metrics: Mapping[str, Any]) -> Metrics:
-    return {name: float(value) for name, value in fetch(metrics).items()}
-
-
-def mean_metrics(rows: Sequence[Metrics]) -> Metrics:
-    return {name: float(np.mean([row[name] for row in rows])) for name in (rows[0] if rows else {})}
 
 
 def _summary(rows: Sequence[Metrics]) -> Metrics:

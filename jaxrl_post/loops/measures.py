@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxrl_post.rollout.sampler import Rollout
 from jaxrl_post.types import Prompt, StopReason
+from sharding.processes import fetch
 
 Metrics = dict[str, float]
 
@@ -53,3 +55,13 @@ def speed_metrics(tokens: float, seconds: float, devices: int) -> Metrics:
 
 def mean_max_min(x: np.ndarray) -> Metrics:
     return {"mean": float(x.mean()), "max": float(x.max()), "min": float(x.min())}
+
+
+def floats(metrics: Mapping[str, Any]) -> Metrics:
+    """Scalars on the devices as numbers here."""
+    return {name: float(value) for name, value in fetch(metrics).items()}
+
+
+def mean_metrics(rows: Sequence[Metrics]) -> Metrics:
+    """Of rows that have the same names; none of none."""
+    return {name: float(np.mean([row[name] for row in rows])) for name in (rows[0] if rows else {})}

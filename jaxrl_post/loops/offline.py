@@ -103,8 +103,8 @@ def _start(
     elif learner.needs_reference:
         learner.keep_reference(fresh())
     if not done:
-        return learner.start(fresh())
-    arrays, host = checkpoints.restore(done, learner.abstract_state()._asdict())
+        return learner.trained.start(fresh())
+    arrays, host = checkpoints.restore(done, learner.trained.abstract_state()._asdict())
     stream.restore(host["data"])
     learner.restore(host)
     saves.restore(host)

@@ -18,9 +18,11 @@ from jaxrl_post.config_offline import KTO, FineTuning, SFTDistillation
 from jaxrl_post.config_teachers import Taught
 from jaxrl_post.data.preferences import mismatched
 from jaxrl_post.loops.faulty_update import Skips, read_fault
+from jaxrl_post.loops.measures import Metrics, floats
 from jaxrl_post.loops.network import check_row
 from jaxrl_post.loops.offline_job import OfflineJob
 from jaxrl_post.loops.teachers import NO_TEACHERS, Teachers
+from jaxrl_post.loops.trained import make_trained
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.observe.progress import Phases
 from jaxrl_post.training.balance import seqlen_metrics
@@ -46,10 +48,9 @@ from jaxrl_post.training.offline_update import (
     offline_micro_loss,
     reward_model,
 )
-from jaxrl_post.training.optimizer import make_optimizer
 from jaxrl_post.training.packing import PackReport
 from jaxrl_post.training.preference_loss import needs_reference, needs_shift, offline_loss, reward_scale
-from jaxrl_post.training.state import TrainState, abstract_gradients, init_state, restorable_state, state_shardings
+from jaxrl_post.training.state import TrainState
 from jaxrl_post.training.teacher_view import example_view, view_shardings
 from jaxrl_post.training.update import row_placement
 from jaxrl_post.types import TaughtBatch
@@ -58,7 +59,6 @@ from sharding.mesh import batch_shards
 from sharding.placement import place, placed_shapes, reshard
 from sharding.processes import fetch
 
-Metrics = dict[str, float]
 CORE = {
     "loss": "loss",
     "rewards/accuracies": "accuracy",
@@ -75,15 +75,8 @@ class OfflineLearner:
         config, network = job.config, job.network
         self._teachers = teachers
         self._job, self._algorithm = job, config.algorithm
-        self._optimizer = make_optimizer(config.optimizer, config.steps)
-        self._shardings = state_shardings(
-            network.abstract_params,
-            network.axes,
-            self._optimizer,
-            network.mesh,
-            network.stage,
-            config.optimizer.offload,
-        )
+        self.trained = make_trained(network, config.optimizer, config.steps)
+        shardings = self.trained.shardings
         self.shape = _shape(job)
         self._batch_shardings: Any = example_shardings(self.shape, network.mesh)
         if teachers.shardings:
@@ -92,11 +85,10 @@ class OfflineLearner:
             )
         self._made = forward, loss = self._forward(), offline_loss(self._algorithm)
         placed = {"batch_shardings": self._batch_shardings, "constant_shardings": teachers.shardings or None}
-        self._update: Any = make_offline_update(forward, self._optimizer, loss, shardings=self._shardings, **placed)
-        self._evaluate = make_evaluate(forward, loss, params_shardings=self._shardings.params, **placed)
-        self._score = make_forward(
-            forward, params_shardings=self._shardings.params, batch_shardings=self._batch_shardings
-        )
+        optimizer = self.trained.optimizer
+        self._update: Any = make_offline_update(forward, optimizer, loss, shardings=shardings, **placed)
+        self._evaluate = make_evaluate(forward, loss, params_shardings=shardings.params, **placed)
+        self._score = make_forward(forward, params_shardings=shardings.params, batch_shardings=self._batch_shardings)
         self._reference: Params | None = None
         self._scores: dict[Example, np.ndarray] = {}
         self._shift = {"updates": 0, "mean": 0.0}
@@ -125,7 +117,7 @@ class OfflineLearner:
 
     def keep_reference(self, params: Params) -> None:
         """Hold a copy of `params` (training layout) as π_ref."""
-        self._reference = reshard(params, self._shardings.params)
+        self._reference = reshard(params, self.trained.shardings.params)
 
     def score(self, params: Params, examples: Sequence[Example]) -> list[np.ndarray]:
         """Log-probs of each example's targets, float32; as many examples as an update has at most."""
@@ -136,25 +128,13 @@ class OfflineLearner:
         """What `score` gives for π_ref on every example there is, in place of a copy of its weights."""
         self._scores = scores
 
-    def start(self, params: Params) -> TrainState:
-        """Fresh optimizer state around `params`, which it takes over (the first update donates them)."""
-        return init_state(params, self._optimizer, self._shardings)
-
-    def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state: what to restore a checkpoint into."""
-        return restorable_state(self._job.network.abstract_params, self._optimizer, self._shardings)
-
-    def abstract_gradients(self) -> Params:
-        """Shapes and shardings of what an update adds up."""
-        return abstract_gradients(self._job.network.abstract_params, self._shardings)
-
     def traced_update(self) -> Traced:
         """The update from abstract arguments; nothing is allocated on a device. Raises: ValueError with teachers."""
         if isinstance(self._algorithm, Taught):
             raise ValueError(f"algorithm.kind={self._algorithm.kind}: its update, with teachers, cannot be planned yet")
         batch = placed_shapes(empty_examples(self.shape), self._batch_shardings)
         constant, n_micro = jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.int32)
-        return self._update.trace(self.abstract_state(), batch, constant, n_micro)
+        return self._update.trace(self.trained.abstract_state(), batch, constant, n_micro)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the arrays, for JSON."""
@@ -170,7 +150,7 @@ class OfflineLearner:
         constant, known = self._constant(state, examples, batch, n_micro, phases)
         with phases("update_actor"):
             state, measured = self._update(state, batch, constant, n_micro)
-            metrics = {name: float(value) for name, value in fetch(measured).items()}
+            metrics = floats(measured)
         number = None if self._teachers.params else float(constant)
         self._skips.note(metrics["actor/skipped_update"] > 0, state, batch, n_micro, number)
         return state, self._of_labels(metrics, examples) | known | {
@@ -186,12 +166,12 @@ class OfflineLearner:
         """A look into one update that `Skips` has kept, and the metrics that it gives. Raises: ValueError as
         `read_fault`."""
         rows = empty_examples(self.shape).rows.tokens.shape
-        fault = read_fault(folder, self.abstract_state(), self._batch_shardings, rows)
+        fault = read_fault(folder, self.trained.abstract_state(), self._batch_shardings, rows)
         constant: Any = np.float32(fault.constant) if fault.constant is not None else self._teachers.params
-        probe = make_probe(offline_micro_loss(*self._made), self._shardings.params)
+        probe = make_probe(offline_micro_loss(*self._made), self.trained.shardings.params)
         found = diagnose(probe, fault.state.params, fault.batch, fault.n_micro, constant)
         _, measured = self._update(fault.state, fault.batch, constant, fault.n_micro)
-        return found, {name: float(value) for name, value in fetch(measured).items()}
+        return found, floats(measured)
 
     def evaluate(self, params: Params, examples: Sequence[Example], phases: Phases) -> Metrics:
         """The loss and its metrics as means over all the examples, nothing learned: `val-core/{loss, accuracy, margin}`

@@ -151,10 +151,10 @@ def _start(
         learner.keep_reference(fresh)
         if critic:
             critic.start(fresh)
-        return learner.start(fresh)
+        return learner.trained.start(fresh)
     if learner.needs_reference:
         learner.keep_reference(initial_params(job.network, job.config.seed))
-    abstract = learner.abstract_state()._asdict()
+    abstract = learner.trained.abstract_state()._asdict()
     arrays, host = checkpoints.restore(done, abstract | (critic.abstract_arrays() if critic else {}))
     gather.restore(host)
     credit.restore(host)

@@ -11,9 +11,9 @@ from jaxrl_post.data.prompts import PromptStream
 from jaxrl_post.loops.dumps import dump
 from jaxrl_post.loops.gather import Gather
 from jaxrl_post.loops.job import build
-from jaxrl_post.loops.learner import update_shape
 from jaxrl_post.loops.measures import part_metrics, sample_metrics
 from jaxrl_post.loops.network import initial_params, rollout_params
+from jaxrl_post.loops.packed import update_shape
 from jaxrl_post.loops.run_folder import check_processes, write_config
 from jaxrl_post.loops.running import running
 from jaxrl_post.observe.alerts import Alerts

@@ -14,9 +14,9 @@ import numpy as np
 
 from jaxrl_post.config_teachers import TaughtAdvantage
 from jaxrl_post.loops.job import Job
-from jaxrl_post.loops.learner import Learner, by_number, mini_batches, pack_update, update_shape
+from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.measures import Metrics
-from jaxrl_post.loops.taught_update import numbered
+from jaxrl_post.loops.packed import by_number, mini_batches, numbered, pack_update, update_shape
 from jaxrl_post.loops.teachers import Teachers
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.objectives.distillation import teacher_advantage

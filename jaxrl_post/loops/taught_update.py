@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,14 +9,15 @@ import jax
 
 from jaxrl_post.config_distillation import Distillation
 from jaxrl_post.loops.job import Job
+from jaxrl_post.loops.packed import numbered
 from jaxrl_post.loops.teachers import Teachers
+from jaxrl_post.loops.trained import Trained
 from jaxrl_post.training.diagnosis import Probe, make_probe
 from jaxrl_post.training.distillation_loss import distillation_loss, taught_forward
 from jaxrl_post.training.distillation_update import make_taught_update, taught_micro_loss
 from jaxrl_post.training.loss import Scalars
-from jaxrl_post.training.optimizer import Optimizer
 from jaxrl_post.training.packing import PackShape
-from jaxrl_post.training.state import StateShardings, TrainState
+from jaxrl_post.training.state import TrainState
 from jaxrl_post.training.teacher_view import taught_shardings, teacher_view
 from jaxrl_post.training.update import row_placement
 from jaxrl_post.types import TaughtBatch, TrainBatch, Trajectory
@@ -35,10 +35,9 @@ class TaughtUpdate:
         algorithm: Distillation,
         teachers: Teachers,
         shape: PackShape,
-        optimizer: Optimizer,
-        shardings: StateShardings,
+        trained: Trained,
     ):
-        self._teachers, self._params_shardings = teachers, shardings.params
+        self._teachers, self._params_shardings = teachers, trained.shardings.params
         self.shardings = taught_shardings(shape, job.network.mesh)
         """Of batches."""
         self._forward = taught_forward(
@@ -53,9 +52,9 @@ class TaughtUpdate:
         self._loss = distillation_loss(algorithm)
         self._update = make_taught_update(
             self._forward,
-            optimizer,
+            trained.optimizer,
             self._loss,
-            shardings=shardings,
+            shardings=trained.shardings,
             teacher_shardings=teachers.shardings,
             batch_shardings=self.shardings,
         )
@@ -77,8 +76,3 @@ class TaughtUpdate:
     def probe(self) -> Probe:
         """To look into updates with; `held` as an argument more."""
         return make_probe(taught_micro_loss(self._forward, self._loss), self._params_shardings)
-
-
-def numbered(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Each with its number, from 1, in place of an advantage: packed, its targets find their way back."""
-    return [dataclasses.replace(t, advantage=float(i)) for i, t in enumerate(trajectories, start=1)]

@@ -17,16 +17,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_post.models import scalar_head
 from jaxrl_post.objectives.reductions import live, weighted_sum
 from jaxrl_post.objectives.values import value_loss
 from jaxrl_post.training.loss import Scalars, Tally
-from jaxrl_post.training.micro_batches import micro
 from jaxrl_post.training.optimizer import Optimizer
 from jaxrl_post.training.state import StateShardings, TrainState
-from jaxrl_post.training.update import Score, Seen, jit_update, row_placement
+from jaxrl_post.training.update import Seen, jit_update, row_placement
 from jaxrl_post.types import TrainBatch
 
 Tree = Any
@@ -43,19 +41,6 @@ def token_values(graphdef: nnx.GraphDef, batch_shardings: TrainBatch) -> Values:
         return live(scalar_head.scores_at(params["head"], x_BTD, rows.source), rows.mask)
 
     return values
-
-
-def make_values(values: Values, *, params_shardings: Tree, batch_shardings: TrainBatch) -> Score:
-    """A jitted `score(params, batch, n_micro) -> value` float32 [A, B, M], 0 at dead targets."""
-
-    def score(params: Tree, batch: TrainBatch, n_micro: jax.Array) -> jax.Array:
-        body = lambda i, made: lax.dynamic_update_index_in_dim(made, values(params, micro(batch, i)), i, axis=0)
-        return lax.fori_loop(0, n_micro, body, jnp.zeros(batch.target.shape))
-
-    everywhere = NamedSharding(batch_shardings.target.mesh, PartitionSpec())
-    return jax.jit(
-        score, in_shardings=(params_shardings, batch_shardings, everywhere), out_shardings=batch_shardings.old_logp
-    )
 
 
 def critic_micro_loss(

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_post.models import scalar_head
 from jaxrl_post.training.logprobs import token_logprobs
-from jaxrl_post.training.micro_batches import micro
+from jaxrl_post.training.micro_batches import Score, make_scorer, micro
 from jaxrl_post.training.optimizer import Optimizer
 from jaxrl_post.training.preference_loss import OfflineLoss, Scalars
 from jaxrl_post.training.state import StateShardings, TrainState
@@ -143,25 +143,14 @@ def make_evaluate(
     )
 
 
-def make_forward(
-    forward: Forward, *, params_shardings: Tree, batch_shardings: OfflineBatch
-) -> Callable[[Tree, OfflineBatch, Any], jax.Array]:
-    """A jitted `score(params, batch, n_micro)`: the forward pass's first array for every micro-batch, [A, B, …].
-
-    Log-probs of targets for a language model, scores of sequences for a reward model; 0 from micro-batch `n_micro` on.
-    """
-
-    def score(params: Tree, batch: OfflineBatch, n_micro: jax.Array) -> jax.Array:
-        first = lambda part: forward(params, part, None)[0]
-        one = jax.eval_shape(first, micro(batch, 0))
-        body = lambda i, made: lax.dynamic_update_index_in_dim(made, first(micro(batch, i)), i, axis=0)
-        return lax.fori_loop(0, n_micro, body, jnp.zeros((len(batch.rows.tokens), *one.shape), one.dtype))
-
-    everywhere = NamedSharding(batch_shardings.rows.target.mesh, PartitionSpec())
-    return jax.jit(
-        score,
-        in_shardings=(params_shardings, batch_shardings, everywhere),
-        out_shardings=batch_shardings.rows.old_logp,
+def make_forward(forward: Forward, *, params_shardings: Tree, batch_shardings: OfflineBatch) -> Score:
+    """`make_scorer` of the forward pass's first array: log-probs of targets for a language model, scores of sequences
+    for a reward model."""
+    return make_scorer(
+        lambda params, part: forward(params, part, None)[0],
+        params_shardings=params_shardings,
+        batch_shardings=batch_shardings,
+        said_shardings=batch_shardings.rows.old_logp,
     )
 
 

@@ -2,9 +2,8 @@
 
 Legend: A micro-batches, B rows of a micro-batch, T token positions and M target tokens of a row, N trajectories.
 
-A row is filled with blocks. A block is one copy of a prompt with responses to it, its size is prompt + responses in
-tokens. A response's last token is a target but no input, since nothing is predicted from it; its column stays free,
-so a row never has more targets than columns and one capacity, T, bounds both.
+A row is filled with blocks, as large as their prompt and responses together in tokens (`packed_row`), so one capacity,
+T, bounds columns and targets.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import numpy as np
 
 from jaxrl_post.objectives.reductions import token_weights
 from jaxrl_post.training.balance import places, rank_tokens
+from jaxrl_post.training.packed_row import Block, write_row
 from jaxrl_post.types import TrainBatch, Trajectory
 
 ROW_MULTIPLE = 32
@@ -51,13 +51,6 @@ class PackReport(NamedTuple):
     occupancy: float
     undealt: tuple[int, ...] = ()
     dealt: tuple[int, ...] = ()
-
-
-class Block(NamedTuple):
-    """One copy of a prompt and the trajectories (by index) that continue it; `size` in tokens."""
-
-    members: tuple[int, ...]
-    size: int
 
 
 def pack_shape(
@@ -141,7 +134,7 @@ def pack(
     tokens = [sum(block.size for block in row) for row in rows]
     placed = places(targets, tokens, shape.rows, shape.batch_shards)
     for (a, b), row in zip(placed, rows, strict=True):
-        _write_row(TrainBatch(*(field[a, b] for field in batch)), row, trajectories, weights_N)
+        write_row(TrainBatch(*(field[a, b] for field in batch)), row, trajectories, weights_N)
     n_micro = math.ceil(len(rows) / shape.rows)
     positions = max(n_micro * shape.rows * shape.length, 1)
     occupancy = np.count_nonzero(batch.segments) / positions
@@ -218,44 +211,3 @@ def _check_fits(index: int, trajectory: Trajectory, capacity: int, lessons: bool
             f"trajectory {index} has {prompt} prompt and {response} response tokens, a row holds {capacity}: "
             "raise training.row_length, or max_prompt and max_new_tokens of pack_shape"
         )
-
-
-def _write_row(
-    row: TrainBatch, blocks: Sequence[Block], trajectories: Sequence[Trajectory], weights_N: np.ndarray
-) -> None:
-    column = target = sequence = 0
-    for segment, block in enumerate(blocks, start=1):
-        prompt = trajectories[block.members[0]].prompt_ids
-        trunk_end = _write_columns(row, column, prompt, 0, segment, 0)
-        column = trunk_end
-        for branch, i in enumerate(block.members, start=1):
-            response = trajectories[i].response_ids
-            source = np.concatenate([[trunk_end - 1], np.arange(column, column + len(response) - 1)])
-            _write_targets(row, target, source, sequence, trajectories[i], weights_N[i])
-            column = _write_columns(row, column, response[:-1], len(prompt), segment, branch)
-            target, sequence = target + len(response), sequence + 1
-
-
-def _write_columns(
-    row: TrainBatch, start: int, ids: Sequence[int] | np.ndarray, position: int, segment: int, branch: int
-) -> int:
-    columns = slice(start, start + len(ids))
-    row.tokens[columns] = ids
-    row.positions[columns] = np.arange(position, position + len(ids))
-    row.segments[columns] = segment
-    row.branches[columns] = branch
-    return columns.stop
-
-
-def _write_targets(
-    row: TrainBatch, start: int, source: np.ndarray, sequence: int, trajectory: Trajectory, weight: float
-) -> None:
-    live = slice(start, start + len(source))
-    row.source[live] = source
-    row.target[live] = trajectory.response_ids
-    row.sequence[live] = sequence
-    row.mask[live] = True
-    row.weight[live] = weight
-    row.advantage[live] = trajectory.advantage
-    row.old_logp[live] = trajectory.logp
-    row.rollout_logp[live] = trajectory.logp

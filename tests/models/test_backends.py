@@ -12,7 +12,8 @@ from test_flash import B, T, inputs, of_xla, outcome, packed_rows
 from tiny_models import CASES
 
 from jaxrl_post.config import Config
-from jaxrl_post.loops.learner import Learner, update_shape
+from jaxrl_post.loops.learner import Learner
+from jaxrl_post.loops.packed import update_shape
 from jaxrl_post.loops.network import initial_params
 from jaxrl_post.loops.planning import stand_in_job
 from jaxrl_post.models import backends, sequence
@@ -199,5 +200,5 @@ def updated(config):
     for i in range(32):
         response = ids(int(rng.integers(3, 17)))
         samples.append(Trajectory(i // 4, prompts[i // 4], response, (-5.0,) * len(response), 1.0 if i % 2 else -1.0))
-    state, _ = learner.learn(learner.start(params), samples, Phases())
+    state, _ = learner.learn(learner.trained.start(params), samples, Phases())
     return list(zip(*map(jax.tree.leaves, (before, jax.device_get(state.params))), strict=True))

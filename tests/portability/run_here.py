@@ -29,7 +29,7 @@ def main() -> None:
     bench = gpu.build(gpu.recipe("tiny", dtype="float32", param_dtype="float32", remat="none", attention=sys.argv[1]))
     prompts, rollout = gpu.roll(bench, rollout_params(bench.job.network, bench.params), 1)
     samples = gpu.trajectories(prompts, rollout, bench.job.config.rollout.samples_per_prompt)
-    state, metrics = bench.learner.learn(bench.learner.start(bench.params), samples, Phases())
+    state, metrics = bench.learner.learn(bench.learner.trained.start(bench.params), samples, Phases())
     device = jax.devices()[0]
     print(
         json.dumps(
