@@ -60,6 +60,11 @@ class Mixture(Section):
     """How products are grouped by expert: `blocked`, a loop over blocks of one expert each; `grouped`, kernels for
     NVIDIA GPUs (on CPUs they are interpreted, to be looked at); or `ragged`, XLA's ragged product, which has a kernel
     on TPUs and elsewhere multiplies every row by every expert. `auto` picks by platform, and a run says which."""
+    dispatch: Literal["auto", "gather", "all_to_all"] = "auto"
+    """How tokens come to experts that other devices along `mesh.expert` hold: `gather`, every device takes everyone's,
+    and outputs are reduce-scattered; `all_to_all`, a token is sent once to each device that holds an expert of its
+    choice, and one row comes back. No token is dropped either way. `auto` is what loads links less, a gather on CPUs;
+    a run says which."""
     aux_loss_coef: NonNegative = 0.0
     """Of the load-balance loss of Switch Transformer, as transformers has it (`router_aux_loss_coef`). Without replay
     it takes a forward pass more: the balance is that of the whole update."""

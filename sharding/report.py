@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 WIDTHS = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "f8e4m3fn": 1, "f8e5m2": 1}
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+RAGGED = "ragged-all-to-all"
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", RAGGED)
 # Bytes that a device sends, as a share of the larger of operand and result, among n devices.
 SENT = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
@@ -28,6 +29,7 @@ BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 TRIPS = re.compile(r'known_trip_count"?:\s*\{"n":\s*"(\d+)"')
 KERNEL = re.compile(r'custom_call_target="([^"]*)"')
 OWN_KERNEL = re.compile(r'custom_call_target=.*op_name="[^"]*?(\w+)\)*/pallas_call"')
+CHAIN = re.compile(r'channel_id=(\d+),.*chain_id="(\d+)"')
 BELOW = re.compile(r"%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
 
 
@@ -50,7 +52,7 @@ class Memory:
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """One kind of communication among the devices along some axes of the mesh: how often, and bytes that a device
-    holds of it and sends, in all."""
+    holds of it and sends, in all; of a ragged one the bytes there is room for, and the share of them that is sent."""
 
     kind: str
     axes: tuple[str, ...]
@@ -77,10 +79,12 @@ class Program:
     """The optimised text of a program, and how often each of its computations runs.
 
     `trips` are those of the outermost loops whose number the data decide and which hold another loop, in order; other
-    loops of that sort run once.
+    loops of that sort run once. `filled` is the share of a ragged array that is sent: the data decide it, and what the
+    text says is a bound.
     """
 
-    def __init__(self, text: str, trips: Sequence[int] = ()):
+    def __init__(self, text: str, trips: Sequence[int] = (), filled: float = 1.0):
+        self._filled = filled
         self._computations, self._entry = _computations(text)
         self._runs: collections.Counter[str] = collections.Counter()
         self._trips = iter(trips)
@@ -122,15 +126,20 @@ class Program:
                 yield instruction, runs
 
     def each_collective(self, mesh: Any) -> Iterator[Collective]:
-        """One for each instruction."""
+        """One for each instruction; TPUs' compiler cuts some into a chain, of which each link names the whole."""
+        chains: set[tuple[str, ...]] = set()
         for instruction, runs in self.instructions():
             kind = instruction.op.removesuffix("-start")
             if kind not in COLLECTIVES:
                 continue
+            if chain := CHAIN.search(instruction.rest):
+                if chain.groups() in chains:
+                    continue
+                chains.add(chain.groups())
             groups = _groups(instruction.rest, mesh.size)
             n = len(groups[0])
             size = _size(instruction, n)
-            sent = size * SENT.get(kind, lambda n: (n - 1) / n)(n)
+            sent = size * SENT.get(kind, lambda n: (n - 1) / n)(n) * (self._filled if kind == RAGGED else 1.0)
             yield Collective(kind, _axes(groups, mesh), runs, runs * size, runs * sent)
 
     def collectives(self, mesh: Any) -> list[Collective]:
@@ -232,13 +241,15 @@ def _shapes(text: str) -> Iterator[tuple[tuple[int, ...], int]]:
 
 def _size(instruction: Instruction, n: int) -> int:
     """Bytes of what n devices have together of a reduction's operand or another's result; several arrays may be one
-    instruction's, and what starts a gather or a permute names its operands beside its results."""
+    instruction's, and what starts one that runs beside others names its operands before its results."""
     sizes = [math.prod(shape) * width for shape, width in _shapes(instruction.shapes)]
     match instruction.op:
         case "collective-permute-start":
             return max(sizes)
         case "all-gather-start":
             return sum(sizes) * n // (n + 1)
+        case "ragged-all-to-all-start":
+            return sizes[-1]
         case "reduce-scatter":
             return sum(sizes) * n
     return sum(sizes)

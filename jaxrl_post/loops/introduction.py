@@ -21,7 +21,8 @@ def introduction(
     """Method, model, devices and memory; the `data` of a step and the rows it is packed into; where it starts."""
     model, mesh = network.model, network.mesh
     axes = " × ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
-    experts = f"{model.moe.backend} experts, " if model.moe else ""
+    reached = f" by {model.moe.dispatch} dispatch" if model.moe and mesh.shape["expert"] > 1 else ""
+    experts = f"{model.moe.backend} experts{reached}, " if model.moe else ""
     held, on_host = placed_bytes(state), placed_bytes(state, on_host=True)
     yield (
         f"{config.algorithm.kind} on {model.family} {model.parameter_count() / 1e6:.1f}M parameters, {model.dtype} "

@@ -18,7 +18,7 @@ from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.config_ppo import PPO
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.deterministic import VARIABLE, lacking
-from jaxrl_post.models import backends, scalar_head, sequence
+from jaxrl_post.models import backends, exchange, scalar_head, sequence
 from jaxrl_post.models.config import Experts, ModelConfig
 from jaxrl_post.models.decoder import Decoder, Params, abstract, split
 from jaxrl_post.models.grouped import unfit
@@ -72,12 +72,12 @@ def build_network(
 ) -> Network:
     """The model of a recipe on the mesh it asks for, of this job's devices or those given, which need not be attached.
 
-    Raises: ValueError for sizes that do not divide, heads that `training.sequence_attention` exchanges among them, and
-    for an attention backend that cannot serve.
+    Raises: ValueError for sizes that do not divide, heads that `training.sequence_attention` exchanges among them, for
+    an attention backend that cannot serve, and for tokens to exchange where no other device holds experts.
     """
     mesh = mesh_of(config, jax.devices() if devices is None else devices)
     model = model_config(config, folder, tokenizer.vocab_size, platform(mesh), mesh.shape["tensor"])
-    model = _over_columns(model, config, mesh)
+    model = _over_experts(_over_columns(model, config, mesh), config, mesh)
     _check_sums(model, mesh)
     _check_same_bits(config, mesh)
     _check_offload(config, mesh)
@@ -151,6 +151,13 @@ def _over_columns(model: ModelConfig, config: Config | OfflineConfig, mesh: Mesh
     kind = sequence.choose(asked, model.heads, model.kv_heads, s, tensor)
     backend = backends.choose(config.model.attention, model, model.platform, ring=s > 1 and kind == "ring")
     return dataclasses.replace(model, sequence_attention=kind, attention=backend)
+
+
+def _over_experts(model: ModelConfig, config: Config | OfflineConfig, mesh: Mesh) -> ModelConfig:
+    if model.moe is None:
+        return model
+    dispatch = exchange.choose(config.model.moe.dispatch, model.moe, mesh.shape["expert"], platform(mesh))
+    return dataclasses.replace(model, moe=dataclasses.replace(model.moe, dispatch=dispatch))
 
 
 def check_row(network: Network, length: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 Family = Literal["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"]
 Backend = Literal["xla", "flash", "cudnn"]
+Dispatch = Literal["gather", "ragged", "padded"]
 Remat = Literal["none", "full", "dots", "full_offload", "dots_offload"]
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -38,8 +39,9 @@ class Experts:
 
     shared_size: width of the expert that every token goes to, behind a gate of its own (Qwen2-MoE); 0: there is none.
     normalized: a token's gates add up to 1 (`norm_topk_prob`).
-    backend, whole: no part of the architecture, but how the products of `models.moe` are computed, and whether an
-    update finds the weights whole on each device but for the experts, or cut as in `sharding.rules.TRAIN`.
+    backend, dispatch, whole: no part of the architecture, but how the products of `models.moe` are computed, how tokens
+    come to experts on other devices, by a gather or by an exchange (`models.exchange`), and whether an update finds the
+    weights whole on each device but for the experts, or cut as in `sharding.rules.TRAIN`.
     """
 
     count: int
@@ -48,6 +50,7 @@ class Experts:
     shared_size: int = 0
     normalized: bool = True
     backend: Literal["blocked", "ragged", "grouped", "interpreted"] = "blocked"
+    dispatch: Dispatch = "gather"
     whole: bool = False
 
     def __post_init__(self) -> None:

@@ -5,9 +5,10 @@ probabilities. Tokens are sorted by expert, each expert's in blocks of C rows, a
 are: work follows the tokens, whatever their spread (after MegaBlocks, arXiv:2211.15841). On NVIDIA GPUs kernels take
 the loop's place (`models.grouped`), on TPUs `lax.ragged_dot`, which elsewhere multiplies every row by every expert.
 
-Where a device holds a part of the experts, the devices along the mesh axis `expert` gather their tokens, each computes
-what its own experts add, and a reduce-scatter sums that up. A kernel is one device's affair, so where it holds a part
-of the experts' width, `tensor` is an axis of ours too, and what parts add is summed over it.
+Where a device holds a part of the experts, the devices along the mesh axis `expert` send tokens to those that hold
+experts of theirs and collect what these add (`models.exchange`), or all gather all tokens, each computes what its own
+experts add, and a reduce-scatter sums that up. A kernel is one device's affair, so where it holds a part of the
+experts' width, `tensor` is an axis of ours too, and what parts add is summed over it.
 
 X tokens of a device, D width, E experts, F their width, k experts a token, R = X·k assignments, C rows of a block.
 """
@@ -24,14 +25,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_post.models import exchange
 from jaxrl_post.models.config import Experts
+from jaxrl_post.models.exchange import EXPERT
 from jaxrl_post.models.grouped import Run, grouped_swiglu
 from jaxrl_post.models.placement import TENSOR, Placement
 from jaxrl_post.models.product import product
 from sharding.rules import ROLLOUT, TRAIN, partition_spec
 
 Weights = dict[str, jax.Array]
-EXPERT = "expert"  # the mesh axis
 AXES: dict[str, tuple[str | None, ...]] = {
     "router": ("embed", None),
     "expert_gate": ("expert", "embed", "mlp"),
@@ -189,18 +191,36 @@ def _routed(moe: Experts, w: Weights, h_BTD: jax.Array, choices_BTk: jax.Array |
     h_XD = flat(h_BTD)
     routing, gates_Xk = route(moe, w["router"], h_XD, None if choices_BTk is None else flat(choices_BTk))
     weights = tuple(w[name] for name in ("expert_gate", "expert_up", "expert_down"))
-    held = len(weights[0])
-    if held == moe.count:
-        y_XD = _mixed(moe, weights, h_XD, routing.choices, gates_Xk)
-    else:
-        everyones = functools.partial(lax.all_gather, axis_name=EXPERT, tiled=True)
-        mine_Xk = everyones(routing.choices) - lax.axis_index(EXPERT) * held
-        y_XD = _mixed(moe, weights, everyones(h_XD), mine_Xk, everyones(gates_Xk))
-        y_XD = lax.psum_scatter(y_XD, EXPERT, scatter_dimension=0, tiled=True)
+    mix = _mixed if len(weights[0]) == moe.count else _by_gather if moe.dispatch == "gather" else _by_exchange
+    y_XD = mix(moe, weights, h_XD, routing.choices, gates_Xk)
     if w["expert_gate"].shape[-1] < moe.size:
         y_XD = lax.psum(y_XD, TENSOR)
     back = lambda x: x.reshape(*h_BTD.shape[:-1], x.shape[-1])
     return back(y_XD), Routing(*map(back, routing))
+
+
+def _by_gather(
+    moe: Experts, weights: tuple[jax.Array, ...], h_XD: jax.Array, choices_Xk: jax.Array, gates_Xk: jax.Array
+) -> jax.Array:
+    """`_mixed` with the experts of all devices along `expert`: each has everyone's tokens and adds its own to them."""
+    everyones = functools.partial(lax.all_gather, axis_name=EXPERT, tiled=True)
+    mine_Xk = everyones(choices_Xk) - lax.axis_index(EXPERT) * len(weights[0])
+    y_XD = _mixed(moe, weights, everyones(h_XD), mine_Xk, everyones(gates_Xk))
+    return lax.psum_scatter(y_XD, EXPERT, scatter_dimension=0, tiled=True)
+
+
+def _by_exchange(
+    moe: Experts, weights: tuple[jax.Array, ...], h_XD: jax.Array, choices_Xk: jax.Array, gates_Xk: jax.Array
+) -> jax.Array:
+    """`_mixed` with the experts of all devices along `expert`: each has the tokens that chose an expert of its own."""
+    assert moe.dispatch != "gather"
+    everyones, held = functools.partial(lax.all_gather, axis_name=EXPERT), len(weights[0])
+    choices_NXk = everyones(choices_Xk)
+    route = exchange.route(choices_NXk, held)
+    mine_Pk = exchange.of_arrived(route, choices_NXk, -1) - lax.axis_index(EXPERT) * held
+    gates_Pk = exchange.of_arrived(route, everyones(gates_Xk), 0)
+    arrived_PD = exchange.send(moe.dispatch, route, h_XD)
+    return exchange.collect(moe.dispatch, route, _mixed(moe, weights, arrived_PD, mine_Pk, gates_Pk))
 
 
 def _mixed(

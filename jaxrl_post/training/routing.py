@@ -119,10 +119,17 @@ def with_router(
 
 
 def different(routing: Routing) -> jax.Array:
-    """The share of each token's k choices that its router would not make now, [L, B, T]."""
-    own = lax.top_k(lax.stop_gradient(routing.logits), routing.choices.shape[-1])[1]
-    same = (own[..., :, None] == routing.choices[..., None, :]).any(axis=-1)
-    return 1.0 - same.astype(jnp.float32).mean(axis=-1)
+    """The share of each token's k choices that its router would not make now, [L, B, T].
+
+    A choice is its own if fewer than k experts come before it, as `lax.top_k` orders them; for that one all logits are
+    gathered, as GPUs' compiler cannot cut it.
+    """
+    E, k = routing.logits.shape[-1], routing.choices.shape[-1]
+    logits, choices = routing.logits[..., None, :], routing.choices[..., None]
+    of_choice = jnp.take_along_axis(logits, choices, axis=-1)  # [L, B, T, k, 1]
+    earlier = lax.broadcasted_iota(choices.dtype, (*choices.shape[:-1], E), choices.ndim - 1) < choices
+    before = (logits > of_choice) | ((logits == of_choice) & earlier)
+    return (before.sum(axis=-1) >= k).astype(jnp.float32).mean(axis=-1)
 
 
 def survey(
