@@ -16,7 +16,7 @@ from launch.faults import BUG, exit_code
 from launch.lines import ASKED, Lines
 from launch.rollcall import Connections, Place, StartError, answer
 
-HEARTBEAT_SECONDS = 40  # beyond --lost-limit, after which JAX ends a job whose program is stopped on a host
+HEARTBEAT_SECONDS = 40  # beyond --lost-limit, which is first to end a job; then JAX does, in its own way
 SHUTDOWN_SECONDS = 60  # that a process which is done waits for the others
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
 OPTIONS = ("--coordinator", "--process-id", "--processes-total")
@@ -30,7 +30,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--processes-total", type=int, metavar="N", help="how many there are")
     group.add_argument("--join-limit", type=float, default=300.0, metavar="S", help="seconds to wait for all (300)")
     group.add_argument(
-        "--lost-limit", type=float, default=60.0, metavar="S", help="seconds without a host's answer to end after (60)"
+        "--lost-limit",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds without a process's answer to end after (60)",
     )
 
 

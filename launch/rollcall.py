@@ -1,6 +1,7 @@
 """Who is there: all processes of a job call on process 0 before JAX starts, so that an absent one has a name.
 
-JAX's own start ends the program from within when a peer is late, and does not say which. A message is a line of JSON.
+JAX's own start ends the program from within when a peer is late, and does not say which. A message is a line of JSON,
+an empty one is a sign of life.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import socket
 import time
 from collections.abc import Iterator
 from typing import Any
+
+from launch.beats import BEAT
 
 HELLO_SECONDS = 5.0  # for a caller to say who it is
 LATE_SECONDS = 5.0  # that a caller waits beyond the limit, to be told by process 0 who is missing
@@ -148,9 +151,14 @@ def tell(connections: Connections, message: Message) -> None:
 
 
 def receive(connection: socket.socket) -> Message | None:
-    """One message; None where the other end closed the connection, or sent what is none. Raises: OSError."""
+    """One message, {} for a sign of life; None where the other end closed the connection, or sent what is none.
+
+    Raises: OSError.
+    """
     with connection.makefile("rb", buffering=0) as lines:  # not a byte of the message after it
         line = lines.readline(65536)
+    if line == BEAT:
+        return {}
     try:
         message = json.loads(line)
     except ValueError:

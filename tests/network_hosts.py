@@ -79,7 +79,7 @@ class Namespaces:
 
 
 class Stopped:
-    """`count` hosts that share this machine's network: one to be cut off is stopped, which looks like a hang."""
+    """`count` hosts that share this machine's network: one to be cut off is stopped, with all that it started."""
 
     def __init__(self, count):
         self.addresses, self.port = ["127.0.0.1"] * count, free_port()
@@ -99,6 +99,14 @@ class Stopped:
     def cut(self, host):
         self.stopped.add(host)
         os.killpg(self._started[host].pid, signal.SIGSTOP)
+
+    def freeze(self, host):
+        """The program alone."""
+        self.stopped.add(host)
+        os.kill(self._started[host].pid, signal.SIGSTOP)
+
+    def find(self, host):
+        """Of one that was not lost: nothing."""
 
     def mend(self, host):
         self.stopped.discard(host)
