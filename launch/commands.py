@@ -93,7 +93,11 @@ def _sample(words: Sequence[str]) -> None:
 
 
 def _serve(words: Sequence[str]) -> None:
-    parser = policy_parser("serve", "Serve a model or a run over HTTP, as OpenAI's API (extra `serve`).")
+    parser = policy_parser(
+        "serve",
+        "Serve a model or a run over HTTP, as OpenAI's API (extra `serve`). Sampling options that a request does not "
+        "name are those of the recipe's rollout section, but for the number of tokens.",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 is open to other machines (127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes any that is free (8000)")
     parser.add_argument("--api-key-file", metavar="FILE", help="holds the key clients must give (JAXRL_POST_API_KEY)")
