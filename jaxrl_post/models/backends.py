@@ -13,8 +13,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import next_power_of_2
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from jaxrl_post.models import sequence
 from jaxrl_post.models.attention import Columns, packed_attention, visible
 from jaxrl_post.models.config import Backend, ModelConfig
 from jaxrl_post.models.flash import flash_attention
@@ -104,15 +105,23 @@ def attention(model: ModelConfig, place: Placement) -> Attention:
     """`attention.packed_attention` by the model's backend: (q, k, v, segments, branches) to the attended values.
 
     A kernel is one device's affair, so that on a mesh each runs its own rows and heads; XLA cuts its own by itself.
+    Where time is cut, in a program that is manual over `sequence`, a ring or an exchange is each device's affair too:
+    left to the compiler, rows would move between the devices that batch axes cut, in every layer.
     """
+    run = _of_device(model)
+    if place.parts > 1:
+        return on_mesh(sequence.attention(model.sequence_attention, run), place.within())
+    return run if model.attention == "xla" else on_mesh(run, place)
+
+
+def _of_device(model: ModelConfig) -> Attention:
     match model.attention:
         case "xla":
             return packed_attention
         case "flash":
-            kernel: Attention = lambda *rows: flash_attention(*rows, model.platform)
+            return lambda *rows: flash_attention(*rows, model.platform)
         case "cudnn":
-            kernel = cudnn_attention
-    return kernel if place.rows is None else _on_mesh(kernel, place.rows)
+            return cudnn_attention
 
 
 def cudnn_attention(
@@ -133,15 +142,16 @@ def cudnn_attention(
     return jnp.where(mask_BTT.any(-1)[:, :, None, None], out, jnp.zeros_like(out))
 
 
-def _on_mesh(kernel: Attention, placed: NamedSharding) -> Attention:
+def on_mesh(run: Attention, place: Placement) -> Attention:
     """Each device's rows are as they are placed, and its heads as `tensor` cuts them."""
-    mesh = placed.mesh  # an AbstractMesh where an outer program is manual over other axes
-    rows = PartitionSpec(*placed.spec[:1])
-    heads = PartitionSpec(*(placed.spec[:1] or (None,)), None, TENSOR)
+    if place.rows is None:
+        return run
+    mesh, rows = place.rows.mesh, place.rows.spec[:1]  # an AbstractMesh inside a program that is manual over other axes
+    heads = PartitionSpec(*(rows or (None,)), None, TENSOR)
     return jax.shard_map(
-        kernel,
+        run,
         mesh=mesh,
-        in_specs=(heads, heads, heads, rows, rows),
+        in_specs=(heads, heads, heads, PartitionSpec(*rows), PartitionSpec(*rows)),
         out_specs=heads,
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
         check_vma=False,

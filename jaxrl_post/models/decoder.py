@@ -123,8 +123,8 @@ class Decoder(nnx.Module):
             x_BTD, rows = jax.tree.map(arrange(1), columns)
             choices_LBTk = jax.tree.map(arrange(2), choices_LBTk)
             decoder, within = nnx.merge(graphdef, params), place.within()
-            attention = sequence.attention(kind, backends.attention(self.config, within))
-            x_BTD, routing = decoder._packed(x_BTD, rows, within, choices_LBTk, attention)
+            attention = backends.attention(self.config, place)
+            x_BTD, routing = decoder._packed(within(x_BTD), rows, within, choices_LBTk, attention)
             return restore(1)(x_BTD), jax.tree.map(restore(2), routing)
 
         assert place.rows is not None

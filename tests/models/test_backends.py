@@ -13,10 +13,10 @@ from tiny_models import CASES
 
 from jaxrl_post.config import Config
 from jaxrl_post.loops.learner import Learner
-from jaxrl_post.loops.packed import update_shape
 from jaxrl_post.loops.network import initial_params
+from jaxrl_post.loops.packed import update_shape
 from jaxrl_post.loops.planning import stand_in_job
-from jaxrl_post.models import backends, sequence
+from jaxrl_post.models import backends
 from jaxrl_post.models.placement import Placement
 from jaxrl_post.observe.progress import Phases
 from jaxrl_post.types import Trajectory
@@ -134,8 +134,11 @@ def on_rows_and_heads():
 def with_exchanged_heads():
     """Columns over sequence, in whose program the kernels have one of their own."""
     mesh = make_mesh({"data": 2, "sequence": 2})
-    within = lambda: Placement(NamedSharding(mesh, P("data", "sequence"))).within()
-    local = lambda *rows: sequence.attention("ulysses", backends.attention(FLASH, within()))(*rows)
+    exchanged, place = (
+        dataclasses.replace(FLASH, sequence_attention="ulysses"),
+        Placement(NamedSharding(mesh, P("data", "sequence"))),
+    )
+    local = lambda *rows: backends.attention(exchanged, place)(*rows)
     columns = P(None, "sequence")
     return jax.shard_map(
         local, mesh=mesh, in_specs=(columns,) * 5, out_specs=columns, axis_names={"sequence"}, check_vma=False
