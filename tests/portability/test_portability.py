@@ -63,6 +63,7 @@ def test_a_step_gives_the_same_numbers_on_whatever_is_here(attention, did):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1900)
 @pytest.mark.parametrize("target", ["h200:1x1", "v5e:2x2"])
 @pytest.mark.parametrize(("kind", "names"), [("online", ONLINE), ("offline", OFFLINE)])
 def test_the_update_of_every_method_compiles_for_hardware_that_is_not_here(kind, names, target, did):
