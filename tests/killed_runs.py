@@ -1,8 +1,8 @@
 """Runs one recipe to its end once, and once more killed by SIGKILL at given moments: a process for each start.
 
-python tests/killed_runs.py FOLDER STEPS SEED COUNT: FOLDER/straight and FOLDER/killed are the two runs. A moment is a
-phase, which of its entries since the start, and the seconds to wait there. The processes are forks of this one, which
-has imported all and started nothing, so that a start costs no import.
+python tests/killed_runs.py FOLDER KIND STEPS SEED COUNT, the kind one of KINDS: FOLDER/straight and FOLDER/killed are
+the two runs. A moment is a phase, which of its entries since the start, and the seconds to wait there. The processes
+are forks of this one, which has imported all and started nothing, so that a start costs no import.
 """
 
 import os
@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import threading
+import traceback
 from pathlib import Path
 
 import jax
@@ -21,9 +22,22 @@ from jaxrl_post.observe import progress
 ROOT = Path(__file__).parent.parent
 PHASES = ("gen", "reward", "update_actor", "save_checkpoint")
 OVERRIDES = (
-    "data.prompts_per_step=2", "rollout.samples_per_prompt=4", "rollout.max_new_tokens=8", "evaluation.enabled=false",
-    "mesh.fsdp=1", "mesh.allow_unused_devices=true", "checkpoint.every=1", "data.task.high=3",
+    "rollout.samples_per_prompt=4", "evaluation.enabled=false", "mesh.fsdp=1", "mesh.allow_unused_devices=true",
+    "checkpoint.every=1", "data.task.high=3",
 )  # fmt: skip
+SHORT = ("data.prompts_per_step=2", "rollout.max_new_tokens=8")
+KINDS = {  # recipe, and overrides
+    "plain": ("grpo", SHORT),
+    # Groups under way, and a coefficient that follows the KL.
+    "partial": (
+        "partial_rollout",
+        ("data.prompts_per_step=4", "algorithm.kl={coef: 0.1, target: 0.01, horizon: 50, where: reward}"),
+    ),
+    # Groups of a batch that the step had no place for; of two prompts a step most are dropped.
+    "carried": ("dapo", (*SHORT, "algorithm.overlong=null", "optimizer.learning_rate=1e-3")),
+    "critic": ("ppo", SHORT),
+    "best": ("grpo", (*SHORT, "checkpoint.keep_best={metric: critic/score/mean}", "checkpoint.keep_last=1")),
+}
 
 
 def moments(seed, count):
@@ -32,7 +46,7 @@ def moments(seed, count):
     return [(PHASES[(i + seed) % len(PHASES)], draw.choice([2, 3]), draw.uniform(0.0, 0.15)) for i in range(count)]
 
 
-def started(run_dir, steps, moment=None):
+def started(run_dir, kind, steps, moment=None):
     """Trains in a fork, which dies at the moment if it comes to it; its exit status."""
     pid = os.fork()
     if pid == 0:
@@ -40,8 +54,12 @@ def started(run_dir, steps, moment=None):
         try:
             if moment:
                 die_at(*moment)
-            run(recipes.load(ROOT / "configs/tiny/grpo.yaml", [f"run_dir={run_dir}", f"steps={steps}", *OVERRIDES]))
+            recipe, overrides = KINDS[kind]
+            words = [f"run_dir={run_dir}", f"steps={steps}", *OVERRIDES, *overrides]
+            run(recipes.load(ROOT / "configs" / "tiny" / f"{recipe}.yaml", words))
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     return os.waitpid(pid, 0)[1]
@@ -62,16 +80,16 @@ def die_at(phase, entry, wait):
     progress.Phases.__call__ = counted
 
 
-def main(folder, steps, seed, count):
-    assert started(f"{folder}/straight", steps) == 0
+def main(folder, kind, steps, seed, count):
+    assert started(f"{folder}/straight", kind, steps) == 0
     for phase, entry, wait in moments(seed, count):
-        status = started(f"{folder}/killed", steps, (phase, entry, wait))
+        status = started(f"{folder}/killed", kind, steps, (phase, entry, wait))
         saved = sorted(int(path.name) for path in Path(folder, "killed/checkpoints").glob("*") if path.name.isdecimal())
         print(f"{status} in {phase}, entry {entry}, after {wait:.3f} s; steps saved: {saved[-1:]}", flush=True)
-    print(started(f"{folder}/killed", steps), "to the end", flush=True)
+    print(started(f"{folder}/killed", kind, steps), "to the end", flush=True)
 
 
 if __name__ == "__main__":
     jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    main(sys.argv[1], *(int(word) for word in sys.argv[2:5]))
+    main(*sys.argv[1:3], *(int(word) for word in sys.argv[3:6]))

@@ -1,5 +1,6 @@
 """Runs killed by SIGKILL in any phase and started again are the runs that were never stopped, bit for bit."""
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -8,14 +9,15 @@ from pathlib import Path
 import pytest
 from whole_runs import numbers, rollouts
 
+from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
 
 
-def check_kills(folder, steps, seed, count):
-    """Kills, goes on, compares. Returns how many of the moments were reached."""
-    command = [sys.executable, "tests/killed_runs.py", str(folder), *map(str, (steps, seed, count))]
+def check_kills(folder, steps, seed, count, kind="plain"):
+    """Kills, goes on, compares. Returns how many of the moments were reached, and the host state at the end."""
+    command = [sys.executable, "tests/killed_runs.py", str(folder), kind, *map(str, (steps, seed, count))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     told = [line for line in done.stdout.splitlines() if " in " in line or "to the end" in line]
     told = [line for line in told if line.split()[0].isdecimal()]
@@ -29,15 +31,60 @@ def check_kills(folder, steps, seed, count):
     assert [numbers(record) for record in again] == [numbers(record) for record in straight]
     for step in range(1, steps + 1):
         assert rollouts(folder / "killed", step) == rollouts(folder / "straight", step)
-    return killed.count(signal.SIGKILL)
+    kept, host = host_state(folder / "straight")
+    assert host_state(folder / "killed") == (kept, host)
+    return killed.count(signal.SIGKILL), kept, host, straight
+
+
+def host_state(run_dir):
+    """The steps that are kept, and all of the newest that is no array: positions, what is carried, records."""
+    with contextlib.closing(Checkpointer(run_dir / "checkpoints", keep_last=1)) as checkpoints:
+        steps = checkpoints.steps()
+        return steps, checkpoints.restore_host(steps[-1])
 
 
 @pytest.mark.slow
 def test_killed_twice(tmp_path):
-    assert check_kills(tmp_path, steps=6, seed=2, count=2) == 2
+    assert check_kills(tmp_path, steps=6, seed=2, count=2)[0] == 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_killed_at_twenty_random_moments(tmp_path):
-    assert check_kills(tmp_path, steps=44, seed=1, count=20) == 20
+    assert check_kills(tmp_path, steps=44, seed=1, count=20)[0] == 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_with_partial_rollouts_under_way(tmp_path):
+    """And with a coefficient of the KL that moves."""
+    killed, _, host, metrics = check_kills(tmp_path, steps=12, seed=3, count=4, kind="partial")
+    assert killed == 4
+    assert sum(record["training/partial/carried_samples"] > 0 for record in metrics) > 6
+    assert host["kl_coef"] != 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_with_groups_carried_over(tmp_path):
+    killed, _, _, metrics = check_kills(tmp_path, steps=12, seed=4, count=4, kind="carried")
+    assert killed == 4
+    assert sum(record["training/filter_groups/carried_samples"] > 0 for record in metrics) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_with_a_critic(tmp_path):
+    killed, _, _, metrics = check_kills(tmp_path, steps=12, seed=5, count=4, kind="critic")
+    assert killed == 4
+    assert all(record["critic/grad_norm"] > 0 for record in metrics)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_with_a_best_step(tmp_path):
+    killed, kept, host, metrics = check_kills(tmp_path, steps=12, seed=6, count=4, kind="best")
+    assert killed == 4
+    best = max(metrics, key=lambda record: (record["critic/score/mean"], -record["step"]))
+    assert host["best"]["step"] == best["step"]
+    assert kept == sorted({best["step"], 12})
