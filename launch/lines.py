@@ -7,6 +7,7 @@ the kernels ask each other.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import selectors
@@ -25,6 +26,7 @@ from launch.rollcall import Connections, Place, receive, tell
 LOST = 71  # exit code of a process that another one has left alone
 ASKED = 6  # times that a kernel asks a silent one, before it is lost
 FAREWELL_SECONDS = 10.0  # that the others may run on when one has failed and said so
+UNREACHED = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)  # a kernel gave up asking
 CAUSE_SECONDS = 2.0  # in which a loss that made this process fail is noticed
 
 
@@ -88,10 +90,8 @@ class Lines:
         name = self._name(process)
         try:
             message = receive(self._connections[process])
-        except TimeoutError:
-            self._end(self._silent(process))
         except OSError as error:
-            self._end(f"{name} is gone ({error.strerror})")
+            self._end(self._silent(process) if error.errno in UNREACHED else f"{name} is gone ({error.strerror})")
         if message is None:
             self._end(f"{name} is gone: it was killed, or crashed")
         if not message:
