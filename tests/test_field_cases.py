@@ -3,13 +3,24 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import tokenizers
 
 from jaxrl_post import recipes
+from jaxrl_post.data.tokenizer import FolderTokenizer
+from jaxrl_post.loops.credit import to_trajectories
+from jaxrl_post.loops.gather import grade
+from jaxrl_post.loops.groups import Samples
 from jaxrl_post.loops.job import build
 from jaxrl_post.loops.online import run
 from jaxrl_post.observe.metrics import read_metrics
+from jaxrl_post.rewards.reward import Scores
+from jaxrl_post.rollout.sampler import Rollout
+from jaxrl_post.training.packing import PackShape, pack
+from jaxrl_post.types import Completion, Prompt, StopReason
 
 TINY = Path(__file__).parent.parent / "configs" / "tiny" / "grpo.yaml"
 TIMED = ("timing_s/", "perf/", "compile/")
@@ -96,3 +107,28 @@ def test_the_stop_ids_of_a_recipe_join_those_of_the_tokenizer(folder):
     job = build(recipe(folder, folder / "unused", "rollout.stop_token_ids=[10, 257]"))
     assert job.stop_ids == {10, 257}
     assert not (folder / "unused").exists()
+
+
+def test_sampled_ids_are_trained_on_where_their_text_would_be_tokenised_otherwise(tmp_path):
+    """The text ab as the ids of its letters; graders see the text, rows hold the ids with their own log-probs."""
+    letters = tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2, "</s>": 3}, [("a", "b")])
+    written = tokenizers.Tokenizer(letters)
+    written.decoder = tokenizers.decoders.ByteLevel()
+    written.add_special_tokens(["</s>"])
+    written.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    tokenizer, seen = FolderTokenizer(tmp_path), []
+    assert tokenizer.encode("ab") == [2]
+    scored = Scores(np.ones(1), np.ones((1, 1)))
+    reward = lambda responses: seen.extend(responses) or scored
+    job = SimpleNamespace(config=recipes.load(TINY, []), tokenizer=tokenizer, reward=reward)
+    logp = np.array([-0.1, -1.2, -0.3], np.float32)
+    sampled = Completion(0, np.array([0, 1, 3], np.int32), logp, logp, StopReason.STOP)
+    prompt, rollout = Prompt((2,), "ab", {}), Rollout([sampled], (3,), (1,))
+    texts, scores = grade(job, [prompt], rollout)
+    assert texts == [response.text for response in seen] == ["ab"]
+    trained = to_trajectories(Samples([prompt], rollout, texts, scores, np.array([True])), drop_truncated=False)
+    batch, *_ = pack(trained, PackShape(1, 8, 8, 1), aggregation="token-mean", keep_all=True)
+    assert batch.target[batch.mask].tolist() == [0, 1, 3]
+    assert batch.tokens[0, 0, :4].tolist() == [2, 0, 1, 0]
+    np.testing.assert_array_equal(batch.old_logp[batch.mask], logp)

@@ -18,11 +18,13 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Traced
 
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.rollout.cache import Caches
-from jaxrl_post.rollout.engine import WHOLE, Engine, State
+from jaxrl_post.rollout.engine import WHOLE, Engine
 from jaxrl_post.rollout.records import Requests, Samples
+from jaxrl_post.rollout.replica import State
 from jaxrl_post.rollout.schedule import EngineShape
 from jaxrl_post.rollout.stop_strings import Automaton
 from jaxrl_post.types import StopReason
@@ -96,7 +98,7 @@ def make_programs(
     engine = lambda params, *rest: Engine(nnx.merge(graphdef, params), shape, *rest)
 
     def begin(params: Params, requests: Requests) -> State:
-        return _of_replica(lambda x: x[None], engine(params, requests, None, np.int32(0)).start())
+        return _of_replica(lambda x: x[None], engine(params, requests, None, np.int32(0)).replica.start())
 
     def advance(
         phase: int,
@@ -122,6 +124,32 @@ def make_programs(
         donated = () if phase and shape.unrolled else (4,)
         programs.append(jax.jit(advanced, donate_argnums=donated, out_shardings=(placed, NamedSharding(mesh, SHARDED))))
     return programs
+
+
+def trace_parts(
+    graphdef: nnx.GraphDef,
+    shape: EngineShape,
+    mesh: Mesh,
+    weight_specs: Any,
+    params: Params,
+    requests: Requests,
+    step: jax.ShapeDtypeStruct,
+) -> list[tuple[Caches, Traced]]:
+    """The program of each phase from abstract arguments, and the cache that it is given; that which makes an empty one
+    is left out."""
+    programs: Any = make_programs(graphdef, shape, mesh, weight_specs)
+    state, found = jax.eval_shape(programs[0], params, requests), []
+    for phase in programs[1:]:
+        state = State(*(_laid_out(*part) for part in zip(state, _state_shardings(shape, mesh), strict=True)))
+        rest = state._replace(cache=())
+        traced = phase.trace(params, requests, None, step, state.cache, rest, np.int32(0))
+        found.append((state.cache, traced))
+        state, _ = traced.out_info
+    return found
+
+
+def _laid_out(shapes: Any, sharding: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
 
 
 def finished(told: Told) -> Iterator[tuple[int, np.ndarray, StopReason]]:

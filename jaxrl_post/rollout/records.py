@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_post.rollout.partial import Begun, Partial, beginnings
 from jaxrl_post.rollout.sampling import Draw, Sampling
-from jaxrl_post.types import StopReason
+from jaxrl_post.types import Completion, StopReason
 
 
 class Requests(NamedTuple):
@@ -120,3 +122,13 @@ def started(requests: Requests, partial: Partial, tops: Sequence[int], max_new: 
     seeds[: len(partial.starts)] = [start.seed for start in partial.starts]
     begin, limits = beginnings(partial, tops, count, group, max_new, replicas)
     return requests._replace(ids=ids, seeds=seeds, limits=limits, partial=begin)
+
+
+def with_choices(completions: Sequence[Completion], samples: Samples, length_P: np.ndarray) -> list[Completion]:
+    """Each with the experts of its prompt's tokens and of its own but the last."""
+
+    def routed(i: int, c: Completion) -> Completion:
+        prompt = samples.prompt_choices[c.prompt, : length_P[c.prompt]]
+        return dataclasses.replace(c, choices=np.concatenate([prompt, samples.choices[i, : max(len(c.ids) - 1, 0)]]))
+
+    return [routed(i, c) for i, c in enumerate(completions)]

@@ -19,11 +19,13 @@ from jax.stages import Traced
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Params, abstract
 from jaxrl_post.models.moe import replica_specs
-from jaxrl_post.rollout.decoding import Decoding, check, check_ids, sampling_arrays
+from jaxrl_post.rollout.cache import Caches
+from jaxrl_post.rollout.decoding import Decoding, check, check_ids
 from jaxrl_post.rollout.engine import make_rollout
 from jaxrl_post.rollout.partial import Partial, with_versions
-from jaxrl_post.rollout.parts import Finished, Hear, Told, finished, make_rollout_in_parts
-from jaxrl_post.rollout.records import Requests, Samples, started
+from jaxrl_post.rollout.parts import Finished, Hear, Told, finished, make_rollout_in_parts, trace_parts
+from jaxrl_post.rollout.records import Requests, Samples, started, with_choices
+from jaxrl_post.rollout.requests import padded_requests, strings_of
 from jaxrl_post.rollout.schedule import EngineShape, SampleOptions, cache_memory, engine_shape
 from jaxrl_post.rollout.stop_strings import Automaton, bytes_of_all, compile_strings, completed_by_last
 from jaxrl_post.types import Completion, StopReason
@@ -105,12 +107,15 @@ class Sampler:
         if not prompts or options.max_new_tokens == 0:
             return self._nothing(len(prompts) * options.samples_per_prompt, options)
         width = self._checked_width(prompts, options, width)
-        strings = self._checked_strings(each or [options])
         decoding = each or [options] * (len(prompts) * options.samples_per_prompt)
+        strings = self._checked_strings(each or [options])
         tops = [d.top_logprobs for d in decoding]
         options = dataclasses.replace(options, top_logprobs=max(tops))
-        requests = self._requests(prompts, options, width, seed, limits, seeds, each)
         replicas = batch_shards(self._mesh)
+        requests = padded_requests(
+            prompts, decoding, options, width=width, replicas=replicas, stop_ids=self._stop_ids, seed=seed,
+            limits=limits, seeds=seeds,
+        )  # fmt: skip
         if partial:
             check_stops_early(self._config, self._mesh)
             requests = started(requests, partial, tops, options.max_new_tokens, replicas)
@@ -130,7 +135,8 @@ class Sampler:
         samples = fetch(self._compiled[known](params, placed, automaton, step_array, *told))
         rollout = self._completions(samples, decoding, options.samples_per_prompt, partial, step)
         if samples.choices is not None:
-            rollout = _with_choices(rollout, samples, lengths)
+            routed = with_choices(rollout.completions, samples, lengths)
+            rollout = dataclasses.replace(rollout, completions=routed)
         if not all(np.isfinite([c.logp, c.raw_logp]).all() for c in rollout.completions):
             raise ValueError(
                 f"the model's log-probs at step {step} are not finite: its weights are not, or training diverged; "
@@ -141,14 +147,29 @@ class Sampler:
     def traced(self, params: Params, prompts: int, options: SampleOptions, width: int) -> tuple[EngineShape, Traced]:
         """The program of `generate` for so many full prompts and all samples in full, from abstract parameters in the
         rollout layout; nothing is allocated on a device."""
-        self._checked_strings([options])
-        requests = self._requests([[0] * width] * prompts, options, width, 0, None, None)
-        shape = self._shape(requests, options, width, None)
-        sharded, whole = self._layouts()
-        abstract_requests = placed_shapes(requests, jax.tree.map(lambda _: sharded, requests))
-        step = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+        shape, requests, step = self._abstract(prompts, options, width)
         program: Any = make_rollout(self._graphdef, shape, self._mesh, self._specs)
-        return shape, program.trace(params, abstract_requests, None, step)
+        return shape, program.trace(params, requests, None, step)
+
+    def traced_parts(
+        self, params: Params, prompts: int, options: SampleOptions, width: int
+    ) -> tuple[EngineShape, list[tuple[Caches, Traced]]]:
+        """As `traced`, of a rollout in parts: `parts.trace_parts`."""
+        shape, *arguments = self._abstract(prompts, options, width)
+        return shape, trace_parts(self._graphdef, shape, self._mesh, self._specs, params, *arguments)
+
+    def _abstract(self, prompts: int, options: SampleOptions, width: int) -> tuple[EngineShape, Requests, Any]:
+        """The shape of a rollout of full prompts, its requests and the step."""
+        decoding = [options] * (prompts * options.samples_per_prompt)
+        self._checked_strings([options])
+        replicas, longest = batch_shards(self._mesh), [[0] * width] * prompts
+        requests = padded_requests(
+            longest, decoding, options, width=width, replicas=replicas, stop_ids=self._stop_ids, seed=0
+        )
+        sharded, whole = self._layouts()
+        placed = placed_shapes(requests, jax.tree.map(lambda _: sharded, requests))
+        step = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+        return self._shape(requests, options, width, None), placed, step
 
     def _shape(self, requests: Requests, options: SampleOptions, width: int, partial: Partial | None) -> EngineShape:
         return engine_shape(
@@ -189,39 +210,11 @@ class Sampler:
             )
         return width
 
-    def _requests(
-        self,
-        prompts: Sequence[Sequence[int]],
-        options: SampleOptions,
-        width: int,
-        seed: int,
-        limits: Sequence[int] | None,
-        seeds: Sequence[int] | None,
-        each: Sequence[Decoding] | None = None,
-    ) -> Requests:
-        """Padded with prompts that ask for no token until every replica has equally many."""
-        P, G = len(prompts), options.samples_per_prompt
-        padded = -(-P // batch_shards(self._mesh)) * batch_shards(self._mesh)
-        tokens, lengths = np.zeros((padded, width), np.int32), np.ones(padded, np.int32)
-        for i, prompt in enumerate(prompts):
-            tokens[i, : len(prompt)], lengths[i] = prompt, len(prompt)
-        all_limits, all_seeds = np.zeros(padded * G, np.int32), np.full(padded * G, seed, np.uint32)
-        all_limits[: P * G] = options.max_new_tokens if limits is None else limits
-        if all_limits.max() > options.max_new_tokens or all_limits.min() < 0:
-            raise ValueError(f"limits must lie in 0…max_new_tokens={options.max_new_tokens}")
-        if seeds is not None:
-            all_seeds[: P * G] = seeds
-        decoding = [*(each or [options] * (P * G)), *([Decoding()] * ((padded - P) * G))]
-        if len(decoding) != padded * G:
-            raise ValueError(f"each has {len(each or ())} options for {P * G} requests")
-        sampling = sampling_arrays(decoding, self._stop_ids, _strings(decoding))
-        return Requests(tokens, lengths, np.arange(padded * G, dtype=np.int32), all_seeds, all_limits, sampling)
-
     def _checked_strings(self, decoding: Sequence[Decoding]) -> tuple[str, ...]:
         """The stop strings of all requests; their automaton is made when they are new."""
         for options in set(decoding):
             check(options, self._config.vocab_size)
-        strings = _strings(decoding)
+        strings = strings_of(decoding)
         if strings and not self._token_bytes:
             raise ValueError(f"stop strings {list(strings)} need the bytes of the tokens: make the Sampler with them")
         if strings and strings not in self._automata:
@@ -278,17 +271,3 @@ def check_stops_early(config: ModelConfig, mesh: Mesh) -> None:
             f"mesh.expert={mesh.shape['expert']}: replicas that share experts cannot stop a rollout early: set "
             "mesh.expert=1, or rollout.partial=null"
         )
-
-
-def _with_choices(rollout: Rollout, samples: Samples, length_P: np.ndarray) -> Rollout:
-    """Each completion with the experts of its prompt's tokens and of its own but the last."""
-
-    def routed(i: int, c: Completion) -> Completion:
-        prompt = samples.prompt_choices[c.prompt, : length_P[c.prompt]]
-        return dataclasses.replace(c, choices=np.concatenate([prompt, samples.choices[i, : max(len(c.ids) - 1, 0)]]))
-
-    return dataclasses.replace(rollout, completions=[routed(i, c) for i, c in enumerate(rollout.completions)])
-
-
-def _strings(decoding: Sequence[Decoding]) -> tuple[str, ...]:
-    return tuple(sorted({string for options in set(decoding) for string in options.stop}))

@@ -12,7 +12,6 @@ S slots, W columns of a slot, k steps of a call, B columns of a piece, V vocabul
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 
 import jax
@@ -23,12 +22,12 @@ from jax.sharding import Mesh
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.rollout.cache import Cache
-from jaxrl_post.rollout.decoding import MOST_LOGPROBS, Decoding, check, check_ids, sampling_arrays
-from jaxrl_post.rollout.logits import NO_TOKEN
-from jaxrl_post.rollout.sampling import NOWHERE, Features, Sampling
+from jaxrl_post.rollout.decoding import MOST_LOGPROBS, Decoding, check, check_ids
+from jaxrl_post.rollout.sampling import Features, Sampling
 from jaxrl_post.rollout.schedule import PIECE
 from jaxrl_post.rollout.step_cache import Caches
-from jaxrl_post.rollout.step_programs import Inputs, Past, Programs, Steps, Weights
+from jaxrl_post.rollout.step_inputs import inputs_of, options_of
+from jaxrl_post.rollout.step_programs import Programs, Steps, Weights
 from jaxrl_post.rollout.step_records import PLAIN, Burst, Prefix, Request, Slot
 from jaxrl_post.rollout.step_widths import decode_columns, lengths_of_every_width, piece_size, prefix_columns
 from jaxrl_post.rollout.stop_strings import bytes_of_all, completed_by_last
@@ -168,18 +167,16 @@ class StepEngine:
         columns = decode_columns(longest, self.steps, self.columns)
         top = min(MOST_LOGPROBS, self.config.vocab_size) if any(d.top_logprobs for d in decoding) else 0
         program = self._programs.decode(features, columns, top)
-        self._cache, steps = program(weights, self._cache, self._inputs(options, features))
+        self._cache, steps = program(weights, self._cache, inputs_of(self.slots, self.columns, options, features))
         steps = jax.device_get(steps)
         if not np.isfinite(steps.raw_logp[steps.live]).all():
             raise ValueError("the model's log-probs are not finite: its weights are not, or training diverged")
         return {i: self._record(i, steps) for i in running}
 
     def _sampling(self, decoding: list[Decoding]) -> tuple[Sampling, Features]:
-        """The slots' options as arrays, made anew when they change. Stop strings are looked for on the host."""
+        """The slots' options as arrays, made anew when they change."""
         if decoding != self._decoding:
-            arrays = _widened(sampling_arrays([dataclasses.replace(d, stop=()) for d in decoding], self._stop_ids, ()))
-            features = dataclasses.replace(Features.of(arrays), greedy=True, tempered=True)
-            self._decoding, self._arrays = decoding, (arrays, features)
+            self._decoding, self._arrays = decoding, options_of(decoding, self._stop_ids)
         return self._arrays
 
     def _record(self, i: int, steps: Steps) -> Burst:
@@ -208,35 +205,6 @@ class StepEngine:
                 return string, n
             slot.tail = (slot.tail + spelt)[-longest:]
         return None, len(ids)
-
-    def _inputs(self, options: Sampling, features: Features) -> Inputs:
-        slots, nothing = self.slots, Request(limit=0)
-        requests = [slot.request or nothing for slot in slots]
-        ints = lambda values: np.array(list(values), np.int32)
-        looks_back = features.repetition or features.counted or features.bad_words
-        return Inputs(
-            token=ints(slot.pending[0] if slot.running else 0 for slot in slots),
-            length=ints(slot.length for slot in slots),
-            sampled=ints(len(slot.sampled) for slot in slots),
-            limit=ints(r.limit for r in requests),
-            running=np.array([slot.running for slot in slots]),
-            id=ints(r.id for r in requests),
-            seed=np.array([r.seed for r in requests], np.uint32),
-            step=ints(r.step for r in requests),
-            options=options,
-            past=self._past(options) if looks_back else None,
-        )
-
-    def _past(self, options: Sampling) -> Past:
-        S, W, X = len(self.slots), self.columns, options.bad_words.shape[-1] - 1
-        full = lambda fill, *size: np.full((S, *size), fill, np.int32)
-        past = Past(prompt=full(0, W), length=full(0), output=full(NOWHERE, W), recent=full(NO_TOKEN, X))
-        for i, slot in enumerate(self.slots):
-            past.prompt[i, : len(slot.prompt)], past.length[i] = slot.prompt, len(slot.prompt)
-            past.output[i, : len(slot.sampled)] = slot.sampled
-            last = slot.sampled[len(slot.sampled) - min(X, len(slot.sampled)) :]
-            past.recent[i, X - len(last) :] = last
-        return past
 
     def _next_piece(self, ids: Sequence[int], room: int) -> tuple[np.ndarray, int]:
         """The next tokens padded to a power of two, int32 [1, B], and how many they are. B never exceeds the room."""
@@ -280,19 +248,6 @@ class StepEngine:
             raise ValueError(
                 f"{length} tokens and {request.limit} new ones exceed the {self.columns} columns of a slot"
             )
-
-
-def _widened(options: Sampling) -> Sampling:
-    """Lists padded to a power of two, so that other lengths seldom mean another compile."""
-
-    def wide(x: np.ndarray, fill: float) -> np.ndarray:
-        size = x.shape[1]
-        more = (1 << (size - 1).bit_length()) - size if size else 0
-        return np.pad(x, [(0, 0), (0, more)], constant_values=fill)
-
-    return options._replace(
-        bias_ids=wide(options.bias_ids, NOWHERE), bias=wide(options.bias, 0), stop_ids=wide(options.stop_ids, NOWHERE)
-    )
 
 
 def _width(cache: Caches) -> int:

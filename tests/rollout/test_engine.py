@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import re
 
 import jax
@@ -13,6 +14,7 @@ from flax import nnx
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Decoder, abstract, split
 from jaxrl_post.rollout.engine import make_rollout
+from jaxrl_post.rollout.requests import padded_requests
 from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.rollout.sampling import Sampling
 from jaxrl_post.rollout.schedule import SampleOptions, engine_shape
@@ -51,6 +53,11 @@ def generate(
     return who.generate(
         params, prompts, SampleOptions(**kw), seed=seed, step=step, width=width, limits=limits, seeds=seeds
     )
+
+
+def requests_of(options, replicas=1):
+    decoding = [options] * (len(PROMPTS) * options.samples_per_prompt)
+    return padded_requests(PROMPTS, decoding, options, width=8, replicas=replicas, stop_ids=(96,), seed=0)
 
 
 def ids(rollout):
@@ -143,7 +150,7 @@ def test_the_decode_loops_copy_no_chunk_of_the_cache():
     """XLA copies what it cannot prove safe to update in place: a cache of many GiB, at every token."""
     for unrolled in (True, False):
         options = SampleOptions(samples_per_prompt=2, max_new_tokens=10)
-        requests = sampler()._requests(PROMPTS, options, 8, 0, None, None)
+        requests = requests_of(options)
         shape = engine_shape(5, options, 8, requests.options, CONFIG, 1e9, "cpu" if unrolled else "gpu")
         shape = dataclasses.replace(shape, chunks=(3, 7), drain=(10,), attention="xla")
         program = make_rollout(model()[0], shape, mesh_of()).lower(model()[1], requests, None, np.int32(0))
@@ -201,7 +208,7 @@ def test_collectives_of_the_decode_loop_stay_inside_a_tensor_group():
     who = sampler((96,), 8, **dict(axes))
     [program] = [f for (shape, _), f in who._compiled.items() if not shape.features.greedy]
     mesh = mesh_of(8, **dict(axes))
-    requests = who._requests(PROMPTS, SampleOptions(samples_per_prompt=2, max_new_tokens=10), 8, 0, None, None)
+    requests = requests_of(SampleOptions(samples_per_prompt=2, max_new_tokens=10), replicas=4)
     params = place(model()[1], tree_shardings(abstract(CONFIG)[2], abstract(CONFIG)[1], ROLLOUT, mesh))
     text = program.lower(params, requests, None, np.int32(0)).compile().as_text()
     assert "collective-permute" not in text
@@ -228,14 +235,14 @@ def test_what_stands_in_the_padding_of_prompts_changes_nothing(monkeypatch):
     for width in (8, 19):
         clean = generate(width=width)
 
-        def dirty(self, *arguments, requests=Sampler._requests):
-            made = requests(self, *arguments)
+        def dirty(*arguments, **keys):
+            made = padded_requests(*arguments, **keys)
             live = np.arange(made.tokens.shape[1]) < made.lengths[:, None]
             assert not live.all()
             return made._replace(tokens=np.where(live, made.tokens, 88).astype(np.int32))
 
         with monkeypatch.context() as patched:
-            patched.setattr(Sampler, "_requests", dirty)
+            patched.setattr("jaxrl_post.rollout.sampler.padded_requests", dirty)
             same(clean, generate(width=width))
 
 
@@ -331,7 +338,8 @@ def test_slots_are_refilled_while_others_still_run():
     assert sum(continuous.decode_steps) < sum(static.decode_steps)
 
 
-def test_compiles_once_for_each_shape():
+def test_compiles_once_for_each_shape_and_logs_its_plan(caplog):
+    caplog.set_level(logging.INFO, "jaxrl_post.rollout.sampler")
     who = Sampler(model()[0], CONFIG, mesh_of(), (96,))
     options = SampleOptions(samples_per_prompt=1, max_new_tokens=4)
     params = model()[1]
@@ -340,6 +348,8 @@ def test_compiles_once_for_each_shape():
             who.generate(params, [list(range(1, n + 1))], options, seed=0, step=n)
     assert sorted(shape.width for shape, _ in who._compiled) == [8, 16, 32, 64]
     assert all(f._cache_size() == 1 for f in who._compiled.values())
+    plan = "rollout of 1 prompts a replica: 1 slots, 1 filled at once, prompts in pieces of"
+    assert [message.startswith(plan) for message in caplog.messages] == [True] * 4
 
 
 def test_features_are_static():

@@ -10,6 +10,7 @@ import pytest
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Decoder, abstract, split
 from jaxrl_post.rollout.decoding import Decoding
+from jaxrl_post.rollout.requests import padded_requests
 from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.rollout.schedule import SampleOptions
 from jaxrl_post.types import StopReason
@@ -85,7 +86,7 @@ def test_collectives_stay_inside_a_tensor_group_with_every_feature_on():
     generate(devices=8, axes=axes)
     who = sampler(8, **dict(axes))
     [program] = who._compiled.values()
-    requests = who._requests(PROMPTS, PLAIN, 8, 0, None, None, EACH)
+    requests = padded_requests(PROMPTS, EACH, PLAIN, width=8, replicas=4, stop_ids=(EOS,), seed=0)
     shardings = tree_shardings(abstract(CONFIG)[2], abstract(CONFIG)[1], ROLLOUT, mesh_of(8, **dict(axes)))
     [automaton] = who._automata.values()
     lowered = program.lower(place(model()[1], shardings), requests, automaton, np.int32(0))

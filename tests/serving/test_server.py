@@ -42,7 +42,7 @@ def expected(text, limit, seed=0, temperature=1.0, samples=1):
     ids = policy().tokenizer.encode(text)
     return (
         sampler()
-        .generate(policy().params, [ids], options, seed=seed, step=0, limits=[limit] * samples, width=32)
+        .generate(policy().params, [ids], options, seed=seed, step=0, limits=[limit] * samples, width=64)
         .completions
     )
 
@@ -91,6 +91,27 @@ def test_chat_renders_the_template_of_training_with_its_system_prompt(client):
     own = [{"role": "system", "content": "No."}, {"role": "user", "content": "Hi"}]
     other = client.chat.completions.create(messages=own, **asked)
     assert other.usage.prompt_tokens == chat.usage.prompt_tokens - 4
+
+
+def test_tools_go_to_the_template_unless_none_is_chosen():
+    """A template that tells of the tools; what the model makes of them comes back as text."""
+    seen = []
+
+    class Telling(type(policy().tokenizer)):
+        def render_chat(self, messages, add_generation_prompt=True, **variables):
+            seen.append(variables)
+            told = "".join(tool["function"]["name"] for tool in variables.get("tools", []))
+            return told + super().render_chat(messages, add_generation_prompt)
+
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    asked = {"model": NAME, "max_tokens": 4, "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}
+    with serving(tokenizer=Telling()) as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        ask = lambda **more: client.chat.completions.create(**asked, tools=tools, **more)
+        told, kept = ask(extra_body={"chat_template_kwargs": {"brief": True}}), ask(tool_choice="none")
+    assert seen == [{"tools": tools, "brief": True}, {}]
+    assert told.usage.prompt_tokens == kept.usage.prompt_tokens + len("add")
+    [reference] = expected("addsystem: Say it.\nuser: Hi\nassistant: ", 4, temperature=0.0)
+    assert told.choices[0].message.content == text_of(reference)
 
 
 @pytest.mark.slow

@@ -42,11 +42,11 @@ def engine():
 
 
 @contextlib.contextmanager
-def serving(max_queue=256, seconds=300.0, key=None, decoding=PLAIN, warm_up=None):
+def serving(max_queue=256, seconds=300.0, key=None, decoding=PLAIN, warm_up=None, tokenizer=None):
     """(base URL, scheduler) of a server that ends with the context."""
     made, weights = engine()
     scheduler = Scheduler(made, weights, max_queue=max_queue, warm_up=warm_up)
-    app = application(Served(NAME, policy().tokenizer, "Say it.", seconds, decoding), scheduler, key)
+    app = application(Served(NAME, tokenizer or policy().tokenizer, "Say it.", seconds, decoding), scheduler, key)
     with listening(app) as url:
         yield url, scheduler
 
