@@ -15,11 +15,11 @@ from flax import nnx
 from jax import lax
 
 from jaxrl_post.config_distillation import Distillation, Divergence
-from jaxrl_post.models.decoder import Decoder
+from jaxrl_post.models.decoder import Decoder, scores
 from jaxrl_post.models.placement import Placement
 from jaxrl_post.objectives import distillation
 from jaxrl_post.objectives.reductions import live, weighted_sum
-from jaxrl_post.training.logprobs import hidden_at, in_chunks, target_stats
+from jaxrl_post.training.logprobs import at_targets, in_chunks, on_own_rows, target_stats
 from jaxrl_post.training.loss import Scalars, Tally, regularizers, tally
 from jaxrl_post.types import TaughtBatch, TeacherView, TrainBatch
 
@@ -52,32 +52,44 @@ def taught_forward(
 
     def forward(params: Tree, weights: Sequence[Tree], batch: TaughtBatch) -> Scalars:
         rows, view = batch
-        decoder = nnx.merge(student, params)
-        x_BMD = hidden_at(decoder, rows.tokens, rows.positions, rows.segments, rows.branches, rows.source, place)
+        decoder, part = nnx.merge(student, params), -(-chunk // place.parts)
+        scorer_VD = decoder.scorer().astype(jnp.float32)
+        x_BTD = decoder.hidden(rows.tokens, rows.positions, rows.segments, rows.branches, place)
 
-        def compute(
-            teacher: Decoder, x_BCD: jax.Array, seen_BCD: jax.Array, target_BC: jax.Array, mask_BC: jax.Array
+        def run(
+            scorers: tuple[jax.Array, jax.Array],
+            hidden: tuple[jax.Array, jax.Array],
+            source_BM: jax.Array,
+            seen_BM: jax.Array,
+            target_BM: jax.Array,
+            mask_BM: jax.Array,
+            live_BM: jax.Array | None,
         ) -> Scalars:
-            logits_BCV = decoder.logits(x_BCD)
-            logp_BC, entropy_BC = target_stats(logits_BCV, target_BC, temperature, entropy_gradient)
-            made = measure(logits_BCV, lax.stop_gradient(teacher.logits(seen_BCD)), mask_BC)
-            return {"logp": live(logp_BC, mask_BC), "entropy": live(entropy_BC, mask_BC)} | made
+            ours, theirs = (functools.partial(scores, scorer_VD) for scorer_VD in scorers)
+
+            def compute(x_BCD: jax.Array, seen_BCD: jax.Array, target_BC: jax.Array, mask_BC: jax.Array) -> Scalars:
+                logits_BCV = ours(x_BCD)
+                logp_BC, entropy_BC = target_stats(logits_BCV, target_BC, temperature, entropy_gradient)
+                made = measure(logits_BCV, lax.stop_gradient(theirs(seen_BCD)), mask_BC)
+                return {"logp": live(logp_BC, mask_BC), "entropy": live(entropy_BC, mask_BC)} | made
+
+            inputs = at_targets(hidden[0], source_BM), at_targets(hidden[1], seen_BM), target_BM
+            return in_chunks(compute, inputs, mask_BM, part, live_BM)
 
         parts = []
         for number, (graphdef, own) in enumerate(zip(teachers, weights, strict=True)):
             mask_BM = rows.mask & (view.teacher == number)
             teacher = nnx.merge(graphdef, lax.stop_gradient(own or params))
-            seen_BMD = _seen(teacher, view, mask_BM, place)
-            compute_with = functools.partial(compute, teacher)
-            parts.append(in_chunks(compute_with, (x_BMD, seen_BMD, rows.target), mask_BM, chunk))
+            scorers, hidden = (scorer_VD, teacher.scorer()), (x_BTD, _seen(teacher, view, mask_BM, place))
+            parts.append(on_own_rows(run, place, scorers, hidden, rows.source, view.source, rows.target, mask_BM))
         return jax.tree.map(lambda *of_each: sum(of_each[1:], of_each[0]), *parts)
 
     return forward
 
 
 def _seen(teacher: Decoder, view: TeacherView, mask_BM: jax.Array, place: Placement) -> jax.Array:
-    """The teacher's hidden states [B, M, D] at the targets; zeros, at no cost, where none is its own."""
-    look = lambda: hidden_at(teacher, view.tokens, view.positions, view.segments, view.branches, view.source, place)
+    """The teacher's hidden states [B, T, D]; zeros, at no cost, where no target is its own."""
+    look = lambda: teacher.hidden(view.tokens, view.positions, view.segments, view.branches, place)
     shape = jax.eval_shape(look)
     return lax.stop_gradient(lax.cond(mask_BM.any(), look, lambda: jnp.zeros(shape.shape, shape.dtype)))
 

@@ -18,6 +18,8 @@ from jaxrl_post.models.decoder import Decoder, scores
 from jaxrl_post.models.placement import ANYWHERE, SEQUENCE, Placement
 from jaxrl_post.objectives.reductions import live
 
+Tree = Any
+
 
 def token_logprobs(
     decoder: Decoder,
@@ -57,58 +59,65 @@ def target_logprobs(
     chunk: int,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """`token_logprobs` from hidden states; options are those of `chunked_logprobs`.
+    """`token_logprobs` from hidden states; options are those of `chunked_logprobs`."""
 
-    Each device has its own rows, so that the scorer is gathered once for all chunks and its gradient summed once after
-    them: left to the compiler each chunk would do both. Where time is cut over s devices, so are the targets: each
-    takes every s-th, live ones being in front, and gathers the states of its rows for them once: of a width of D, about
-    as much as a ring sends in two layers. Devices agree on the chunks that are skipped.
+    def run(
+        scorer_VD: jax.Array,
+        x_BTD: jax.Array,
+        source_BM: jax.Array,
+        target_BM: jax.Array,
+        mask_BM: jax.Array,
+        live_BM: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        logits, part = functools.partial(scores, scorer_VD), -(-chunk // place.parts)
+        x_BMD = at_targets(x_BTD, source_BM)
+        return chunked_logprobs(logits, x_BMD, target_BM, mask_BM, chunk=part, live_BM=live_BM, **options)
+
+    return on_own_rows(run, place, decoder.scorer().astype(jnp.float32), x_BTD, source_BM, target_BM, mask_BM)
+
+
+def on_own_rows(run: Callable[..., Tree], place: Placement, scorers: Tree, hidden: Tree, *fields_BM: jax.Array) -> Tree:
+    """`run(scorers, hidden, *fields, live_BM)`, a tree of [B, M], by each device for the rows that it has.
+
+    Scorers are trees of [V, D], hidden of [B, T, D]; the last of the fields is the mask of targets, and `live_BM` those
+    whose chunk no device may skip, since all must agree (None: those of the mask).
+
+    So a scorer is gathered once for all chunks and its gradient summed once after them: left to the compiler each
+    chunk would do both. Where time is cut over s devices, so are the targets: each takes every s-th, live ones being in
+    front, and gathers the states of its rows for them once: of a width of D, about as much as a ring sends in two
+    layers.
+
+    Scorers that learn should be float32: their gradients are summed in the dtype of what goes in, and XLA's CPU backend
+    aborts on a bfloat16 sum.
     """
     s, axes = place.parts, place.axes
-    run: Callable[..., Any] = functools.partial(chunked_logprobs, chunk=-(-chunk // s), **options)
     if place.rows is None or not axes:
-        return run(decoder.logits, at_targets(x_BTD, source_BM), target_BM, mask_BM)
-    M, time = target_BM.shape[1], SEQUENCE if s > 1 else None
-    dealt = lambda x_BM: jnp.pad(x_BM, ((0, 0), (0, -M % s))).reshape(len(x_BM), -1, s)
+        return run(scorers, hidden, *fields_BM, None)
+    M, time = fields_BM[-1].shape[1], SEQUENCE if s > 1 else None
+    dealt = [jnp.pad(x_BM, ((0, 0), (0, -M % s))).reshape(len(x_BM), -1, s) for x_BM in fields_BM]
 
-    def local(scorer_VD: jax.Array, x_BtD: jax.Array, *dealt: jax.Array) -> tuple[jax.Array, jax.Array]:
-        source_BM, target_BM, mask_BM = (x[..., 0] for x in dealt)
-        x_BTD = _whole_rows(x_BtD) if time else x_BtD
-        anyones_BM = lax.pmax(mask_BM.astype(jnp.int32), axes) > 0
-        logits = functools.partial(scores, scorer_VD)
-        said = run(logits, at_targets(x_BTD, source_BM), target_BM, mask_BM, live_BM=anyones_BM)
-        return jax.tree.map(lambda x: x[..., None], said)
+    def local(scorers: Tree, hidden: Tree, dealt: list[jax.Array]) -> Tree:
+        fields_BM = [x[..., 0] for x in dealt]
+        hidden = jax.tree.map(_whole_rows, hidden) if time else hidden
+        live_BM = lax.pmax(fields_BM[-1].astype(jnp.int32), axes) > 0
+        return jax.tree.map(lambda x: x[..., None], run(scorers, hidden, *fields_BM, live_BM))
 
     rows = place.rows.spec[0]
     targets = PartitionSpec(rows, None, time)
-    # The scorer's gradient is summed in the dtype of what goes in, and XLA's CPU backend aborts on a bfloat16 sum.
     said = jax.shard_map(
         local,
         mesh=place.rows.mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(rows, time), targets, targets, targets),
-        out_specs=(targets, targets),
+        in_specs=(PartitionSpec(), PartitionSpec(rows, time), targets),
+        out_specs=targets,
         axis_names=set(axes),
         check_vma=False,
-    )(decoder.scorer().astype(jnp.float32), x_BTD, dealt(source_BM), dealt(target_BM), dealt(mask_BM))
+    )(scorers, hidden, dealt)
     return jax.tree.map(lambda x: x.reshape(len(x), -1)[:, :M], said)
 
 
 def _whole_rows(x_BtD: jax.Array) -> jax.Array:
-    """[B, T, D] of columns cut over devices. Sent in float32, since gradients come back as sums (see above)."""
+    """[B, T, D] of columns cut over devices. Sent in float32, since gradients come back as sums (see `on_own_rows`)."""
     return lax.all_gather(x_BtD.astype(jnp.float32), SEQUENCE, axis=1, tiled=True).astype(x_BtD.dtype)
-
-
-def hidden_at(
-    decoder: Decoder,
-    tokens_BT: jax.Array,
-    positions_BT: jax.Array,
-    segments_BT: jax.Array,
-    branches_BT: jax.Array,
-    source_BM: jax.Array,
-    place: Placement = ANYWHERE,
-) -> jax.Array:
-    """The hidden states [B, M, D] that predict the targets."""
-    return at_targets(decoder.hidden(tokens_BT, positions_BT, segments_BT, branches_BT, place), source_BM)
 
 
 def at_targets(x_BTD: jax.Array, source_BM: jax.Array) -> jax.Array:
