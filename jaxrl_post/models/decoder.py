@@ -3,8 +3,8 @@
 B batch, T time, D width, H query heads, K key/value heads, N per-head width, F mlp width, V vocabulary, L layers, k
 experts a token.
 
-Layers are stacked on a leading axis and scanned. Each weight declares shape, logical axes and initialiser once, in
-`Decoder.__init__`; shardings, abstract trees and format maps derive from it.
+Layers (`models.layer`) are stacked on a leading axis and scanned. Each weight declares shape, logical axes and
+initialiser once, in `Decoder.__init__`; shardings, abstract trees and format maps derive from it.
 """
 
 from __future__ import annotations
@@ -17,51 +17,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxrl_post.models import backends, moe, rope, sequence
 from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.layer import Layer, Stack, finished, mlp_of, projected, rms_norm
 from jaxrl_post.models.moe import Routing
 from jaxrl_post.models.placement import ANYWHERE, SEQUENCE, Placement
-from jaxrl_post.models.product import product
-from sharding.memory import HOST
+from jaxrl_post.models.remat import as_input, remat
 
 Params = dict[str, Any]
-Layer = dict[str, jax.Array]
 Rows = tuple[jax.Array, jax.Array, jax.Array]  # positions, segments, branches [B, T]
 State = Any
-LAYER_INPUT = "layer_input"  # what `model.remat=full_offload` keeps
-MLP = Callable[[Layer, jax.Array, jax.Array | None], tuple[jax.Array, Routing | None]]
-
-
-class Stack(nnx.Module):
-    """The stacked weights of all layers, each with a leading L."""
-
-    def __init__(self, config: ModelConfig, weight: Callable[..., nnx.Param]):
-        D, H, K, N = config.hidden_size, config.heads, config.kv_heads, config.head_dim
-        F, L = config.intermediate_size, config.layers
-        one, zero = 1.0, 0.0
-        self.attention_norm = weight((L, D), ("layers", None), one)
-        self.q = weight((L, D, H, N), ("layers", "embed", "heads", "head_dim"))
-        self.k = weight((L, D, K, N), ("layers", "embed", "kv_heads", "head_dim"))
-        self.v = weight((L, D, K, N), ("layers", "embed", "kv_heads", "head_dim"))
-        self.o = weight((L, H, N, D), ("layers", "heads", "head_dim", "embed"))
-        if config.qkv_bias:
-            self.q_bias = weight((L, H, N), ("layers", "heads", "head_dim"), zero)
-            self.k_bias = weight((L, K, N), ("layers", "kv_heads", "head_dim"), zero)
-            self.v_bias = weight((L, K, N), ("layers", "kv_heads", "head_dim"), zero)
-        if config.qk_norm:
-            self.q_norm = weight((L, N), ("layers", "head_dim"), one)
-            self.k_norm = weight((L, N), ("layers", "head_dim"), one)
-        self.mlp_norm = weight((L, D), ("layers", None), one)
-        if config.moe:
-            for name, shape in moe.shapes(config.moe, D).items():
-                setattr(self, name, weight((L, *shape), ("layers", *moe.AXES[name])))
-        else:
-            self.gate = weight((L, D, F), ("layers", "embed", "mlp"))
-            self.up = weight((L, D, F), ("layers", "embed", "mlp"))
-            self.down = weight((L, F, D), ("layers", "mlp", "embed"))
 
 
 class Decoder(nnx.Module):
@@ -148,16 +115,16 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Routing | None]:
         positions_BT, segments_BT, branches_BT = rows
         cos, sin = rope.phases(self.config, positions_BT)
-        mlp = self._mlp(place)
+        mlp = mlp_of(self.config, place)
 
         def layer(x_BTD: jax.Array, of_layer: tuple[Layer, jax.Array | None]) -> tuple[jax.Array, Routing | None]:
             w, choices_BTk = of_layer
-            x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
-            q, k, v = self._qkv(w, x_BTD, cos, sin)
+            x_BTD = as_input(x_BTD)
+            q, k, v = projected(self.config, w, x_BTD, cos, sin)
             attended_BTHN = attention(q, k, v, segments_BT, branches_BT)
-            return self._finish(w, x_BTD, attended_BTHN, mlp, choices_BTk)
+            return finished(self.config, w, x_BTD, attended_BTHN, mlp, choices_BTk)
 
-        layer = _remat(layer, self.config)
+        layer = remat(layer, self.config)
         if self.config.scan_layers:
             x_BTD, routing = lax.scan(layer, x_BTD, (self.stacked(), choices_LBTk))
         else:
@@ -166,7 +133,7 @@ class Decoder(nnx.Module):
                 x_BTD, of_layer = layer(x_BTD, (w, None if choices_LBTk is None else choices_LBTk[i]))
                 routings.append(of_layer)
             routing = jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *routings)
-        return _norm(x_BTD, self.norm[...], self.config.norm_eps), routing
+        return rms_norm(x_BTD, self.norm[...], self.config.norm_eps), routing
 
     def stacked(self) -> Layer:
         """The weights of all layers, each array with a leading L."""
@@ -215,11 +182,11 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, State, jax.Array | None]:
         """`through`, and the experts that each token went to, as `moe.record`, [L, B, T, k]; None without experts."""
         cos, sin = rope.phases(self.config, positions_BT)
-        mlp = self._mlp(ANYWHERE)
+        mlp = mlp_of(self.config, ANYWHERE)
 
         def layer(x_BTD: jax.Array, state: State, i: jax.Array | None, w: Layer) -> tuple[Any, jax.Array | None]:
-            attended_BTHN, state = attention(state, i, *self._qkv(w, x_BTD, cos, sin))
-            x_BTD, routing = self._finish(w, x_BTD, attended_BTHN, mlp, None)
+            attended_BTHN, state = attention(state, i, *projected(self.config, w, x_BTD, cos, sin))
+            x_BTD, routing = finished(self.config, w, x_BTD, attended_BTHN, mlp, None)
             return (x_BTD, state), moe.record(routing) if routing else None
 
         x_BTD = self._embed(tokens_BT)
@@ -233,7 +200,7 @@ class Decoder(nnx.Module):
         else:
             step = lambda carry, xs: layer(*carry, *xs)
             (x_BTD, state), choices_LBTk = lax.scan(step, (x_BTD, state), (jnp.arange(self.config.layers), weights))
-        return _norm(x_BTD, self.norm[...], self.config.norm_eps), state, choices_LBTk
+        return rms_norm(x_BTD, self.norm[...], self.config.norm_eps), state, choices_LBTk
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Scores over the vocabulary, float32 [..., V], of final hidden states [..., D]."""
@@ -246,66 +213,12 @@ class Decoder(nnx.Module):
     def _embed(self, tokens: jax.Array) -> jax.Array:
         return self.embed[...].astype(self.config.dtype)[tokens]
 
-    def _qkv(
-        self, w: Layer, x_BTD: jax.Array, cos: jax.Array, sin: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        config = self.config
-        h = _norm(x_BTD, w["attention_norm"], config.norm_eps)
-        q, k, v = (product(h, w[name]) for name in "qkv")
-        if config.qkv_bias:
-            q, k, v = (
-                y + w[f"{name}_bias"].astype(h.dtype)[None, None] for y, name in zip((q, k, v), "qkv", strict=True)
-            )
-        if config.qk_norm:
-            q, k = _norm(q, w["q_norm"], config.norm_eps), _norm(k, w["k_norm"], config.norm_eps)
-        return rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v
-
-    def _mlp(self, place: Placement) -> MLP:
-        """What follows attention in a layer: `moe.mixture`, or what every token goes through, with no routing."""
-        if self.config.moe:
-            return moe.mixture(self.config.moe, place)
-        return lambda w, h_BTD, _: (moe.swiglu(h_BTD, w["gate"], w["up"], w["down"]), None)
-
-    def _finish(
-        self, w: Layer, x_BTD: jax.Array, attended_BTHN: jax.Array, mlp: MLP, choices_BTk: jax.Array | None
-    ) -> tuple[jax.Array, Routing | None]:
-        x_BTD = x_BTD + product(attended_BTHN, w["o"], axes=2)
-        h_BTD = _norm(x_BTD, w["mlp_norm"], self.config.norm_eps)
-        y_BTD, routing = mlp(w, h_BTD, choices_BTk)
-        return x_BTD + y_BTD, routing
-
 
 def scores(scorer_VD: jax.Array, x: jax.Array) -> jax.Array:
     """`Decoder.logits` with its weights at hand: float32 [..., V] of [..., D]."""
     folded_XD = x.reshape(-1, x.shape[-1])  # see `product`
     logits_XV = jnp.einsum("xd,vd->xv", folded_XD, scorer_VD.astype(x.dtype), preferred_element_type=jnp.float32)
     return logits_XV.reshape(*x.shape[:-1], -1)
-
-
-def _norm(x: jax.Array, scale_N: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm over the last axis in float32; the scale is applied in x's dtype, as the reference models do."""
-    x32 = x.astype(jnp.float32)
-    x32 = x32 * lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + eps)
-    return x32.astype(x.dtype) * scale_N.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
-
-
-def _remat(layer: Callable, config: ModelConfig) -> Callable:
-    if config.remat == "none":
-        return layer
-    policies = jax.checkpoint_policies
-    saveable = {
-        "full": None,
-        "dots": policies.dots_with_no_batch_dims_saveable,
-        "full_offload": policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=[LAYER_INPUT],
-            offload_src="device",
-            offload_dst=HOST,
-        ),
-        "dots_offload": policies.offload_dot_with_no_batch_dims("device", HOST),
-    }[config.remat]
-    # Inside a scan nothing can be shared with the forward pass; in a row of layers the compiler would do so.
-    return jax.checkpoint(layer, policy=saveable, prevent_cse=not config.scan_layers)
 
 
 def split(decoder: Decoder) -> tuple[nnx.GraphDef, Params]:
