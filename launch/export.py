@@ -10,7 +10,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from jaxrl_post.data.tokenizer import load_tokenizer
-from jaxrl_post.loops.network import model_config
+from jaxrl_post.loops.decoder_shape import model_config
 from jaxrl_post.loops.run_folder import Which, run_config, saved_params
 from jaxrl_post.models.decoder import abstract
 from jaxrl_post.models.folders import check_free

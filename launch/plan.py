@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxrl_post.config import Config
 from jaxrl_post.config_offline import OfflineConfig
-from jaxrl_post.loops.network import model_config
+from jaxrl_post.loops.decoder_shape import model_config
 from jaxrl_post.loops.offline_planning import OfflinePlanner
 from jaxrl_post.loops.planned import USABLE, Plan, ProgramPlan
 from jaxrl_post.loops.planning import ROLLOUT_WEIGHTS, Planner

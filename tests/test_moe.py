@@ -13,8 +13,9 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from jaxrl_post import recipes
 from jaxrl_post.config import RandomModel
+from jaxrl_post.loops.decoder_shape import random_config
 from jaxrl_post.loops.groups import completion_from_json, completion_to_json
-from jaxrl_post.loops.network import build_network, random_config
+from jaxrl_post.loops.network import build_network
 from jaxrl_post.models import moe
 from jaxrl_post.models.config import Experts, ModelConfig, from_huggingface, to_huggingface
 from jaxrl_post.models.decoder import abstract

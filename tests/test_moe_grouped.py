@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from whole_runs import rollouts
 
 from jaxrl_post import recipes
-from jaxrl_post.loops.network import model_config
+from jaxrl_post.loops.decoder_shape import model_config
 from jaxrl_post.loops.online import run
 from jaxrl_post.models.config import Experts
 from jaxrl_post.models.grouped import Run, grouped_product

@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 
 from jaxrl_post.config_teachers import ModelTeacher, SelfTeacher, StartTeacher, Taught
 from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
-from jaxrl_post.loops.network import Network, compute_dtype, decoder_params, random_config
+from jaxrl_post.loops.decoder_shape import compute_dtype, random_config
+from jaxrl_post.loops.network import Network, decoder_params
 from jaxrl_post.models import sequence
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Params, abstract

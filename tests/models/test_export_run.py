@@ -14,7 +14,7 @@ from tiny_models import assert_same_bits, draw, logits_of, shardings_on
 from jaxrl_post import recipes
 from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.data.tokenizer import ByteTokenizer, load_tokenizer
-from jaxrl_post.loops.network import model_config
+from jaxrl_post.loops.decoder_shape import model_config
 from jaxrl_post.models.huggingface import load_params, read_config
 from launch.__main__ import main
 from launch.export import export
