@@ -49,6 +49,10 @@ class ForeignCode(Section):
             raise ValueError("early=true grades in worker processes, and workers=0 has none: raise workers")
         return self
 
+    def grades_early(self, auto: bool) -> bool:
+        """Whether samples are graded while others are sampled, where `early: auto` means `auto`."""
+        return self.workers != 0 and (auto if self.early == "auto" else self.early)
+
 
 class ReasoningGymReward(ForeignCode):
     """The task's own scorer on the text inside <answer>…</answer> (or the whole text); binary at `threshold`."""
@@ -75,6 +79,9 @@ class FunctionReward(ForeignCode):
         if self.early is True and self.per == "step":
             raise ValueError("early=true cannot be with per=step, which waits for all samples: set per=group")
         return self
+
+    def grades_early(self, auto: bool) -> bool:
+        return self.per != "step" and super().grades_early(auto)
 
 
 class CodeReward(ForeignCode):

@@ -17,7 +17,8 @@ from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.loops.decoder_shape import model_config
 from jaxrl_post.loops.offline_planning import OfflinePlanner
 from jaxrl_post.loops.planned import USABLE, Plan, ProgramPlan
-from jaxrl_post.loops.planning import ROLLOUT_WEIGHTS, Planner
+from jaxrl_post.loops.planned_rollout import ROLLOUT_WEIGHTS
+from jaxrl_post.loops.planning import Planner
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.observe.progress import clock
 from jaxrl_post.observe.sizes import size_text

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -170,18 +171,19 @@ def memory_of(compiled: Any) -> Memory:
     )
 
 
-def count_flops(jaxpr: Any, trips: Sequence[int] = ()) -> float:
+def count_flops(jaxpr: Any, trips: Sequence[int] = (), shares: Mapping[str, float] = MappingProxyType({})) -> float:
     """Floating-point operations of the matrix products of a traced program on all devices together, two for each
-    multiply-add; `trips` as for `Program`. Branches count as the dearest of them, kernels as they say of themselves."""
-    return _flops(jaxpr, iter(trips))
+    multiply-add; `trips` as for `Program`. Branches count as the dearest of them, kernels as they say of themselves:
+    where the data decide, that is a bound, and `shares` has by a kernel's name how much of it is done."""
+    return _flops(jaxpr, iter(trips), shares)
 
 
-def _flops(jaxpr: Any, trips: Iterator[int]) -> float:
+def _flops(jaxpr: Any, trips: Iterator[int], shares: Mapping[str, float]) -> float:
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    return sum(_equation_flops(equation, trips) for equation in jaxpr.eqns)
+    return sum(_equation_flops(equation, trips, shares) for equation in jaxpr.eqns)
 
 
-def _equation_flops(equation: Any, trips: Iterator[int]) -> float:
+def _equation_flops(equation: Any, trips: Iterator[int], shares: Mapping[str, float]) -> float:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
@@ -191,16 +193,17 @@ def _equation_flops(equation: Any, trips: Iterator[int]) -> float:
         rows, inner = equation.invars[0].aval.shape[-2:]
         return 2.0 * rows * inner * equation.invars[1].aval.shape[-1]
     if name == "pallas_call":
-        return float(params["cost_estimate"].flops) if params["cost_estimate"] else 0.0
+        share = shares.get(params["name"], 1.0)
+        return share * params["cost_estimate"].flops if params["cost_estimate"] else 0.0
     if name == "scan":
-        return params["length"] * _flops(params["jaxpr"], trips)
+        return params["length"] * _flops(params["jaxpr"], trips, shares)
     if name == "while":
         body = params["body_jaxpr"]
         times = next(trips, 1) if _has_loop(body) else 1
-        return times * _flops(body, trips)
+        return times * _flops(body, trips, shares)
     if name == "cond":
-        return max(_flops(branch, trips) for branch in params["branches"])
-    inner = sum(_flops(x, trips) for x in _jaxprs(params))
+        return max(_flops(branch, trips, shares) for branch in params["branches"])
+    inner = sum(_flops(x, trips, shares) for x in _jaxprs(params))
     if name == "shard_map":
         return inner * math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     return inner

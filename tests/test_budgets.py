@@ -10,11 +10,13 @@ from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jaxrl_post.config import Config
 from jaxrl_post.loops.gather import sample_options
 from jaxrl_post.loops.learner import Learner
-from jaxrl_post.loops.planning import rollout_trips, stand_in_job
+from jaxrl_post.loops.planned_rollout import rollout_trips
+from jaxrl_post.loops.planning import stand_in_job
 from jaxrl_post.rollout.sampler import Sampler
 from sharding.mesh import batch_shards
 from sharding.placement import bytes_per_device, placed_shapes
@@ -24,13 +26,13 @@ from sharding.rules import ROLLOUT
 MODEL = {"hidden_size": 64, "intermediate_size": 128, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 16}
 
 
-def job_of(chunk=256, model=MappingProxyType({}), **mesh):
+def job_of(chunk=256, model=MappingProxyType({}), training=MappingProxyType({}), **mesh):
     raw = {
         "model": {"random": MODEL | dict(model), "scan_layers": True},
         "mesh": mesh,
         "data": {"prompts_per_step": 8, "max_prompt_tokens": 16},
         "rollout": {"samples_per_prompt": 4, "max_new_tokens": 16},
-        "training": {"tokens_per_microbatch": 256, "row_length": 64, "logprob_chunk": chunk},
+        "training": {"tokens_per_microbatch": 256, "row_length": 64, "logprob_chunk": chunk} | dict(training),
     }
     return stand_in_job(Config.model_validate(raw), jax.devices())
 
@@ -85,6 +87,23 @@ def test_experts_are_gathered_over_fsdp_alone_and_summed_over_tensor_once_a_laye
         "all-gather over tensor of 65,536 bytes: 1"  # the embedded rows
     ]
     assert "all-reduce over tensor of 65,536 bytes: 13" in found  # 4 a layer, and the embedding
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("ring", {"fsdp": 4, "sequence": 2}),
+        pytest.param("ring", {"fsdp": 2, "sequence": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("ulysses", {"fsdp": 2, "sequence": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_cut_along_time_stay_with_the_devices_that_have_them(kind, sizes):
+    """Over fsdp they go once at most, as the embedding finds them, and not in each of 3 layers."""
+    job = job_of(model={"kv_heads": 4}, training={"sequence_attention": kind}, **sizes)
+    found = sent(Learner(job).traced_update(), [1], job.network.mesh)
+    moved = [line for line in found if line.startswith("all-to-all over fsdp")]
+    assert sum(int(line.rpartition(": ")[2]) for line in moved) <= 1, moved
+    assert any(line.startswith("all-gather over fsdp") for line in found)  # of weights
 
 
 def test_no_part_of_the_optimizer_is_whole_on_a_device():

@@ -15,8 +15,10 @@ from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.loops import offline_planning
 from jaxrl_post.loops import planning as online_planning
 from jaxrl_post.loops.planned import Item, Plan, ProgramPlan
+from jaxrl_post.loops.planned_rollout import planned_rollout
 from launch import plan as planning
 from sharding import targets
+from sharding.report import count_flops
 
 ROOT = Path(__file__).parent.parent
 MODEL = {"hidden_size": 32, "intermediate_size": 64, "layers": 2, "heads": 2, "kv_heads": 2, "head_dim": 16}
@@ -63,6 +65,26 @@ def test_a_recipe_from_files_that_fits(capsys):
     assert update["items"]["optimizer"] == pytest.approx(2 * update["items"]["parameters"], abs=64)
     assert update["peak"] == sum(update["items"].values())
     assert update["flops"] > 0
+
+
+def test_a_rollout_that_graders_hear_of_early_is_planned_in_its_parts():
+    """64 requests on a target whose slots are packed once: two programs and no other. Together they multiply what the
+    one program of a function that sees all of a step does, and the first is handed the cache that this one makes."""
+    raw = ppo().model_dump() | {"algorithm": {"kind": "grpo"}}
+    raw["data"] |= {"prompts_per_step": 16}
+    raw["rollout"] |= {"samples_per_prompt": 4}
+    target, found = targets.parse_target("h200:1x1"), []
+    for per in ("sample", "step"):
+        graded = raw | {"reward": {"kind": "function", "function": "json:loads", "per": per}}
+        job = online_planning.stand_in_job(Config.model_validate(graded), jax.devices()[:1])
+        found.append(planned_rollout(job, target, {}, {})[0])
+    early, whole = found
+    assert [one.name for one in early] == ["rollout, 64 slots", "rollout, 32 slots"]
+    assert [one.name for one in whole] == ["rollout"]
+    flops = lambda programs: sum(count_flops(one.traced.jaxpr, one.trips) for one in programs)
+    assert flops(early) == flops(whole) > 0
+    assert early[0].made == whole[0].made
+    assert early[1].made["cache"] == early[0].made["cache"]  # as it is before it is packed
 
 
 def shrink(monkeypatch):

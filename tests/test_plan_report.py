@@ -1,15 +1,21 @@
 """Programs read from text and traces: loops counted, groups of devices named by mesh axis, operations added up."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_post.loops.planning import rollout_trips
+from jaxrl_post.loops.planned_rollout import rollout_trips
+from jaxrl_post.loops.planned_rows import looked_at
 from jaxrl_post.models.config import ModelConfig
+from jaxrl_post.models.flash import flash_attention
 from jaxrl_post.rollout.decoding import Decoding, sampling_arrays
 from jaxrl_post.rollout.schedule import SampleOptions, engine_shape
+from jaxrl_post.training.packing import PackShape, empty_batch
 from sharding.mesh import make_mesh
 from sharding.report import Collective, Program, _groups, count_flops, memory_of
 from sharding.targets import CHIPS, parse_target
@@ -132,6 +138,23 @@ def test_targets_are_a_chip_and_its_numbers_or_an_error_that_says_what_to_write(
         with pytest.raises(ValueError, match=part) as caught:
             parse_target(text)
         assert text in str(caught.value)
+
+
+def test_flash_attention_counts_the_blocks_that_its_rows_make_it_visit():
+    """A row of 128 of which 64 are one sample and 32 + 32 two: blocks of 16, so 10 of 64 pairs and twice 3 of 64, of
+    the 32 that all pairs on one side are; what kernels say of themselves is that half."""
+    segments = np.repeat([1, 2, 3], [64, 32, 32]).astype(np.int32)[None, None]
+    rows = empty_batch(PackShape(1, 128, 128, 1, 1))._replace(segments=segments)
+    model = dataclasses.replace(MODEL, attention="flash", platform="cpu")
+    shares = looked_at(rows, model)
+    assert shares == dict.fromkeys(("flash_attend", "flash_grad_queries", "flash_grad_keys"), (10 + 2 * 3) / 32)
+    assert looked_at(rows, MODEL) == {}
+    q, k, ids = jnp.ones((1, 128, 4, 16)), jnp.ones((1, 128, 2, 16)), jnp.asarray(segments[0])
+    loss = lambda q: flash_attention(q, k, k, ids, ids, "cpu").sum()
+    jaxpr = jax.jit(jax.grad(loss)).trace(q).jaxpr
+    half = 2 * 4 * 128**2 * 16 / 2
+    assert count_flops(jaxpr) == (2 + 3 + 4) * half
+    assert count_flops(jaxpr, shares=shares) == (2 + 3 + 4) * half * 16 / 32
 
 
 MODEL = ModelConfig("qwen3", 98, 32, 64, 3, 4, 2, 16)

@@ -24,6 +24,7 @@ from jaxrl_post.loops.planned import (
     wide_axes,
     without_room,
 )
+from jaxrl_post.loops.planned_rows import example_rows
 from jaxrl_post.types_offline import Answer, Example
 from sharding.memory import placed_bytes
 from sharding.targets import Target
@@ -36,6 +37,7 @@ class OfflinePlanner:
         """Raises: ValueError for whatever of the recipe cannot be built, before anything is compiled."""
         self._target, job = target, stand_in_job(config, devices)
         self._network, self._learner = job.network, OfflineLearner(job)
+        self._examples = job.examples * config.data.examples_per_step
         self._held = {}
         if self._learner.needs_reference and not config.training.cache_reference:
             self._held["reference policy"] = state_bytes(self._learner.trained.abstract_state())["parameters"]
@@ -60,6 +62,7 @@ class OfflinePlanner:
             {"optimizer": placed_bytes(state, on_host=True)},
             self._network,
             learner.shape.rows,
+            example_rows(self._examples, learner.shape),
         )
         return self._plan((compile_planned(update, self._target, self._network.mesh),))
 

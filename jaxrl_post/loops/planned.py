@@ -18,11 +18,13 @@ from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_post.loops.network import Network, build_network
 from jaxrl_post.loops.out_of_memory import is_out_of_memory
+from jaxrl_post.loops.planned_rows import looked_at
 from jaxrl_post.models import exchange
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.observe.sizes import size_text
 from jaxrl_post.training.packing import PackShape
 from jaxrl_post.training.state import TrainState
+from jaxrl_post.types import TrainBatch
 from sharding.memory import placed_bytes
 from sharding.placement import Tree
 from sharding.report import Collective, Memory, Program, count_flops, memory_of
@@ -93,9 +95,10 @@ class Plan:
 class Planned:
     """A program before it is compiled: `runs` a step, `traffic` bytes read from memory, and bytes on a device by name.
 
-    `held` lies there beside the program, `made` is the program's own; of that `inside` is one of its temporaries.
+    `held` lies there beside the program, `made` is the program's own; of that `inside`, if any, is one of its
+    temporaries.
     `on_host` lies in the host's memory, of which a run fetches `fetched` bytes and writes as many back.
-    `trips` and `filled` as for `sharding.report.Program`.
+    `trips` and `filled` as for `sharding.report.Program`, `shares` as for `count_flops`.
     """
 
     name: str
@@ -109,6 +112,7 @@ class Planned:
     on_host: dict[str, int]
     fetched: int = 0
     filled: float = 1.0
+    shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def planned_update(
@@ -121,9 +125,11 @@ def planned_update(
     on_host: dict[str, int],
     network: Network,
     shape: PackShape,
+    rows: TrainBatch,
     reads: Mapping[str, int] = MappingProxyType({}),
 ) -> Planned:
-    """An optimizer update of `state`; `reads` is what its program is handed beside the state, on a device.
+    """An optimizer update of `state` on rows like these; `reads` is what its program is handed beside the state, on a
+    device.
 
     Weights, gathered, are read three times a micro-batch; state and gradients are read and written once.
     """
@@ -132,8 +138,10 @@ def planned_update(
     traffic = 3 * shape.micro_batches * gathered + 2 * sum(own.values())
     made, fetched = {**own, **reads}, placed_bytes(state, on_host=True)
     trips = [shape.micro_batches]
-    filled = sent_share(network)
-    return Planned(name, runs, traced, held, made, "sums of gradients", trips, traffic, on_host, fetched, filled)
+    filled, shares = sent_share(network), looked_at(rows, network.model)
+    return Planned(
+        name, runs, traced, held, made, "sums of gradients", trips, traffic, on_host, fetched, filled, shares
+    )
 
 
 def stand_in_network(
@@ -178,7 +186,7 @@ def compile_planned(planned: Planned, target: Target, mesh: Mesh) -> ProgramPlan
     took = time.monotonic() - begun
     program = Program(compiled.as_text(), planned.trips, planned.filled)
     collectives = tuple(program.collectives(mesh))
-    flops = count_flops(planned.traced.jaxpr, planned.trips) / mesh.size
+    flops = count_flops(planned.traced.jaxpr, planned.trips, planned.shares) / mesh.size
     memory = memory_of(compiled)
     items = planned.held | _shared_out(memory, planned.made, planned.inside)
     on_host = planned.on_host | {"activations": memory.host_temporaries}
@@ -240,7 +248,7 @@ def _shared_out(memory: Memory, made: dict[str, int], inside: str) -> dict[str, 
     beside = memory.arguments + memory.results - memory.aliased - arguments
     return made | {
         "batch and results": max(0, beside),
-        "activations and other temporaries": max(0, memory.temporaries - made[inside]),
+        "activations and other temporaries": max(0, memory.temporaries - made.get(inside, 0)),
     }
 
 

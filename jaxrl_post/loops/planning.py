@@ -5,18 +5,12 @@ Prompts are taken to be as long as they may be and every sample to run to its li
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
-
-import jax.numpy as jnp
 
 from jaxrl_post.config import Config, LastNumberReward
 from jaxrl_post.config_ppo import PPO
 from jaxrl_post.loops.critic import Critic
-from jaxrl_post.loops.gather import sample_options
 from jaxrl_post.loops.job import Job
 from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.network import check_positions
@@ -26,23 +20,19 @@ from jaxrl_post.loops.planned import (
     ProgramPlan,
     compile_planned,
     planned_update,
-    sent_share,
     stand_in_network,
     state_bytes,
     wide_axes,
     without_room,
 )
+from jaxrl_post.loops.planned_rollout import ROLLOUT_WEIGHTS, planned_rollout
+from jaxrl_post.loops.planned_rows import longest_rows
 from jaxrl_post.rewards.model import Setting
 from jaxrl_post.rewards.reward import build_reward
-from jaxrl_post.rollout.sampler import Sampler
-from jaxrl_post.rollout.schedule import EngineShape
 from jaxrl_post.types import Prompt
 from sharding.memory import placed_bytes
-from sharding.mesh import batch_shards
 from sharding.rules import ROLLOUT
 from sharding.targets import Target
-
-ROLLOUT_WEIGHTS = "weights in the rollout's layout"
 
 
 class Planner:
@@ -57,8 +47,8 @@ class Planner:
 
     def plan(self) -> Plan:
         """Compiles every program. Raises: ValueError when one cannot be compiled, for another reason than room."""
-        rollout, shape = self._rollout()
-        planned = rollout, self._update(), *self._critic_update()
+        rollout, shape = planned_rollout(self._job, self._target, self._held_by_rollout(), self._on_host())
+        planned = *rollout, self._update(), *self._critic_update()
         mesh = self._job.network.mesh
         return self._plan(shape.describe(), [compile_planned(one, self._target, mesh) for one in planned])
 
@@ -72,27 +62,6 @@ class Planner:
     def _plan(self, shape: str, programs: Sequence[ProgramPlan]) -> Plan:
         network = self._job.network
         return Plan(self._target, wide_axes(network.mesh), network.model.parameter_count(), shape, tuple(programs))
-
-    def _rollout(self) -> tuple[Planned, EngineShape]:
-        job, config, model = self._job, self._config, self._job.network.model
-        network, mesh = job.network, job.network.mesh
-        sampler = Sampler(network.graphdef, model, mesh, job.stop_ids, device_memory=self._target.chip.memory)
-        params = network.rollout_shapes()
-        weights = placed_bytes(params)
-        shape, traced = sampler.traced(
-            params,
-            config.data.prompts_per_step,
-            dataclasses.replace(sample_options(config, job.tokenizer), stop=()),  # a table of a few kilobytes
-            job.prompt_width,
-        )
-        cache = _cache_bytes(shape, model, mesh.shape["tensor"])
-        made = {ROLLOUT_WEIGHTS: weights, "cache": cache[0]}
-        trips = rollout_trips(shape, math.ceil(config.data.prompts_per_step / batch_shards(mesh)))
-        steps = sum(trips[1:])
-        traffic = steps * weights + _cache_traffic(shape, trips, cache)
-        held = self._held_by_rollout()
-        filled = sent_share(network)
-        return Planned("rollout", 1, traced, held, made, "cache", trips, traffic, self._on_host(), filled=filled), shape
 
     def _update(self) -> Planned:
         learner, held = self._learner, self._held()
@@ -109,6 +78,7 @@ class Planner:
             self._on_host(),
             self._job.network,
             learner.shape,
+            longest_rows(self._job, learner.shape),
         )
 
     def _critic_update(self) -> list[Planned]:
@@ -130,6 +100,7 @@ class Planner:
             self._on_host(),
             self._job.network,
             critic.shape,
+            longest_rows(self._job, critic.shape),
             reads,
         )
         return [update]
@@ -177,36 +148,3 @@ def stand_in_job(config: Config, devices: Sequence[Any]) -> Job:
     setting = Setting(config.mesh, tokenizer, network.model.vocab_size, len(longest.ids), 1)
     reward = build_reward(LastNumberReward(), setting)
     return Job(config, network, tokenizer, reward, [longest], [], "planned")
-
-
-def rollout_trips(shape: EngineShape, prompts: int) -> list[int]:
-    """How often each loop of a rollout runs when every sample runs to its limit: the filling, the decoding inside of it
-    where requests wait for slots, and the tiers of each phase."""
-    requests = prompts * shape.group
-    fills = math.ceil(requests / shape.refill) * shape.pieces
-    ends = [0, *shape.phases[0][1]]
-    drained = [0 for _, tiers in shape.phases[1:] for _ in tiers]
-    last = [after - before for before, after in itertools.pairwise(ends)]
-    if shape.slots == requests:
-        return [fills, *last, *drained]
-    waves = math.ceil(requests / shape.slots)
-    return [fills, math.ceil((waves - 1) * shape.max_new / fills), *last, *drained]
-
-
-def _cache_bytes(shape: EngineShape, model: Any, tensor: int) -> tuple[int, int]:
-    """Of prompts and responses together, and of responses alone, on a device."""
-    column = 2 * model.layers * model.kv_heads * model.head_dim * jnp.dtype(model.dtype).itemsize // tensor
-    responses = column * shape.slots * shape.max_new
-    return column * shape.prompt_rows * shape.pieces * shape.piece + responses, responses
-
-
-def _cache_traffic(shape: EngineShape, trips: list[int], cache: tuple[int, int]) -> float:
-    """Bytes read of the cache by all decode steps: prompts whole, responses up to the end of the tier, or by a kernel
-    those there are, half of them on average."""
-    ends = shape.phases[0][1]
-    inner = len(trips) - 1 - sum(len(tiers) for _, tiers in shape.phases)
-    steps = [*([trips[0] * trips[1]] if inner else []), *trips[1 + inner :]]
-    reads = [*([shape.max_new] if inner else []), *ends]
-    share = 1.0 if shape.attention == "xla" else 0.5
-    whole = cache[1] * share / shape.max_new
-    return sum(n * (cache[0] - cache[1] + whole * end) for n, end in zip(steps, reads, strict=False))

@@ -161,8 +161,7 @@ def _in_workers(
     workers = reward.workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
     pool = Pool(name, target, workers, reward.timeout)
     ahead = Ahead(pool, per)
-    wanted = setting.early if reward.early == "auto" else reward.early
-    early = Early(ahead.begin, lambda: pool.seconds) if wanted and per != "step" else None
+    early = Early(ahead.begin, lambda: pool.seconds) if reward.grades_early(setting.early) else None
     return Grader(
         name, ahead, check_row, failure_score=reward.failure_score, no_clock=setting.deterministic, close=pool.close,
         early=early,

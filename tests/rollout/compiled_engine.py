@@ -19,7 +19,8 @@ import numpy as np  # noqa: E402
 
 from jaxrl_post.config import Config  # noqa: E402
 from jaxrl_post.loops.gather import sample_options  # noqa: E402
-from jaxrl_post.loops.planning import rollout_trips, stand_in_job  # noqa: E402
+from jaxrl_post.loops.planned_rollout import rollout_trips  # noqa: E402
+from jaxrl_post.loops.planning import stand_in_job  # noqa: E402
 from jaxrl_post.rollout.parts import make_programs  # noqa: E402
 from jaxrl_post.rollout.sampler import Sampler  # noqa: E402
 from sharding.placement import placed_shapes  # noqa: E402
