@@ -33,7 +33,8 @@ DENSE_MESHES = [
 ]  # fmt: skip
 EXPERT_MESHES = [
     "expert=8", "data=2 expert=4", "fsdp=2 expert=2 tensor=2", "expert=2 sequence=2 tensor=2", "fsdp=4 sequence=2",
-    "data=2 expert=2 sequence=2 ulysses",
+    "data=2 expert=2 sequence=2 ulysses", "expert=8 all_to_all", "data=2 expert=4 all_to_all",
+    "fsdp=2 expert=2 tensor=2 all_to_all", "expert=2 sequence=2 tensor=2 all_to_all",
 ]  # fmt: skip
 SLOW_CASES = [(DENSE, mesh) for mesh in DENSE_MESHES] + [(EXPERTS, mesh) for mesh in EXPERT_MESHES]
 
@@ -43,10 +44,13 @@ def weights(config):
     return jax.device_get(split(Decoder(config, jax.random.key(0)))[1])
 
 
-def read(text):
-    """`data=2 sequence=4 ulysses` to sizes and the kind of attention over columns."""
-    sizes = {name: int(size) for name, size in (word.split("=") for word in text.split() if "=" in word)}
-    return sizes, "ulysses" if "ulysses" in text else "ring"
+def read(text, config):
+    """`data=2 sequence=4 ulysses` to sizes, and the model with what else is asked for."""
+    words = text.split()
+    sizes = {name: int(size) for name, size in (word.split("=") for word in words if "=" in word)}
+    if "all_to_all" in words:
+        config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, dispatch="padded"))
+    return sizes, dataclasses.replace(config, sequence_attention="ulysses" if "ulysses" in words else "ring")
 
 
 def rollout(config, mesh):
@@ -117,11 +121,11 @@ def differences(completions, params, metrics, logp, expected):
     ],
 )
 def test_a_step_on_any_mesh_is_that_of_one_device(config, name):
-    sizes, kind = read(name)
+    sizes, over = read(name, config)
     assert np.prod(list(sizes.values())) == 8
     expected = (*alone(config), weights(config))
-    mesh, over = make_mesh(sizes), dataclasses.replace(config, sequence_attention=kind)
-    completions = rollout(config, mesh)
+    mesh = make_mesh(sizes)
+    completions = rollout(over, mesh)
     params, metrics, logp = update(over, mesh, graded(completions))
     rows = [
         (what, float(gap), float(limit))

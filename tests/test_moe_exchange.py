@@ -253,6 +253,22 @@ def test_what_a_ragged_exchange_sends_is_the_share_that_is_filled_of_what_there_
     assert Program(RAGGED, filled=0.5).collectives(mesh)[0].sent == 96.0
 
 
+LINK = """
+  %gather.NUMBER = s32[32]{0} all-gather(%x), channel_id=CHANNEL, replica_groups={{0,1,2,3}}, frontend_attributes={chain_id="CHAIN"}
+"""  # noqa: E501
+
+
+def test_a_gather_in_a_chain_of_pieces_is_one():
+    """As TPUs' compiler writes the gather of choices; others share a channel or a chain, and not both."""
+    mesh = make_mesh({"expert": 4}, jax.devices()[:4])
+    link = lambda i, channel, chain: LINK.replace("NUMBER", str(i)).replace("CHANNEL", channel).replace("CHAIN", chain)
+    pieces = [("61", "0"), ("61", "0"), ("59", "0"), ("61", "0"), ("61", "1")]
+    lines = "".join(link(i, *piece).lstrip("\n") for i, piece in enumerate(pieces))
+    text = f"HloModule m\n\nENTRY %main (x: s32[8]) -> s32[32] {{\n  %x = s32[8]{{0}} parameter(0)\n{lines}}}\n"
+    (gathers,) = Program(text).collectives(mesh)
+    assert (gathers.kind, gathers.count, gathers.bytes) == ("all-gather", 3, 3 * 128)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["h200:1x8", "v5e:2x4"])
 def test_an_update_for_other_devices_exchanges_rows_and_gathers_no_tokens(target):
