@@ -1,5 +1,6 @@
 """Experts cut over the mesh: logits, gradients and routing equal those of one device."""
 
+import dataclasses
 import functools
 
 import jax
@@ -25,6 +26,7 @@ LENGTHS = RNG.integers(4, T + 1, B)
 SEGMENTS = (np.arange(T)[None] < LENGTHS[:, None]).astype(np.int32)
 MESHES = {
     "expert=2": {"expert": 2},
+    "expert=8": {"expert": 8},
     "expert=4 tensor=2": {"expert": 4, "tensor": 2},
     "data=2 fsdp=2 expert=2": {"data": 2, "fsdp": 2, "expert": 2},
     "expert=2 sequence=2 tensor=2": {"expert": 2, "sequence": 2, "tensor": 2},
@@ -37,10 +39,11 @@ def params():
     return split(Decoder(CONFIG, jax.random.key(0)))[1]
 
 
-def program(sizes):
+def program(sizes, dispatch="gather"):
     """On a mesh of `sizes`: logits, routing and the gradients of a fixed projection of the live positions' states."""
     mesh = make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values()) or [1]))])
-    graphdef, shapes, axes = abstract(CONFIG)
+    moe = dataclasses.replace(CONFIG.moe, dispatch=dispatch)
+    graphdef, shapes, axes = abstract(dataclasses.replace(CONFIG, moe=moe))
     shardings = tree_shardings(axes, shapes, TRAIN, mesh)
     rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp", "expert"), "sequence")) if sizes else None
     probe = jnp.asarray(np.random.default_rng(4).standard_normal((B, T, 32)), jnp.float32)
@@ -62,9 +65,10 @@ def alone():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["gather", "padded"])
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
-def test_any_mesh_gives_the_logits_choices_and_gradients_of_one_device(sizes):
-    grads, logits, routing = program(sizes)
+def test_any_mesh_gives_the_logits_choices_and_gradients_of_one_device(sizes, dispatch):
+    grads, logits, routing = program(sizes, dispatch)
     expected_grads, expected, expected_routing = alone()
     live = SEGMENTS.astype(bool)
     np.testing.assert_allclose(logits[live], expected[live], rtol=0, atol=1e-5)

@@ -1,5 +1,6 @@
 """Rollouts of a mixture: the same samples on any mesh, and a record of each token's experts for the trainer to use."""
 
+import dataclasses
 import functools
 
 import jax
@@ -21,7 +22,13 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 PROMPTS = [[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7], [60, 61], [33, 34, 35]]
 STOPS = (7, *range(84, 98))
-MESHES = {"expert=2": {"expert": 2}, "data=2 expert=2 tensor=2": {"data": 2, "expert": 2, "tensor": 2}}
+EXCHANGING = dataclasses.replace(CONFIG, moe=dataclasses.replace(CONFIG.moe, dispatch="padded"))
+MESHES = {
+    "expert=2": (CONFIG, {"expert": 2}),
+    "data=2 expert=2 tensor=2": (CONFIG, {"data": 2, "expert": 2, "tensor": 2}),
+    "expert=8 all_to_all": (EXCHANGING, {"expert": 8}),
+    "data=2 expert=2 tensor=2 all_to_all": (EXCHANGING, {"data": 2, "expert": 2, "tensor": 2}),
+}
 pytestmark = pytest.mark.slow
 
 
@@ -39,10 +46,10 @@ def mesh_of(sizes):
     return make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values()) or [1]))])
 
 
-def rollout(sizes, **options):
-    mesh = mesh_of(sizes)
+def rollout(sizes, config=CONFIG, **options):
+    mesh, graphdef = mesh_of(sizes), abstract(config)[0]
     asked = SampleOptions(samples_per_prompt=3, max_new_tokens=10, routing=True, **options)
-    return Sampler(model()[0], CONFIG, mesh, STOPS).generate(placed(mesh), PROMPTS, asked, seed=0, step=1, width=8)
+    return Sampler(graphdef, config, mesh, STOPS).generate(placed(mesh), PROMPTS, asked, seed=0, step=1, width=8)
 
 
 @functools.cache
@@ -80,29 +87,31 @@ def test_the_record_is_what_the_trainer_would_choose_and_replayed_gives_the_samp
             np.testing.assert_allclose(found[np.arange(p - 1, p + n - 1), c.ids], c.logp, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
-def test_replicas_that_share_experts_sample_what_one_device_does(sizes):
+@pytest.mark.parametrize(("config", "sizes"), MESHES.values(), ids=MESHES)
+def test_replicas_that_share_experts_sample_what_one_device_does(config, sizes):
     """Their prompts and lengths differ: they must run equally many steps, and those of other replicas need not."""
-    found = rollout(sizes)
+    found = rollout(sizes, config)
     assert len({c.ids.tobytes() for c in found.completions}) > 5
     for a, b in zip(found.completions, alone().completions, strict=True):
         np.testing.assert_array_equal(a.ids, b.ids)
         np.testing.assert_array_equal(a.choices, b.choices)
         np.testing.assert_allclose(a.logp, b.logp, rtol=0, atol=1e-5)
-    steps = np.reshape(found.decode_steps, (-1, 2))
-    np.testing.assert_array_equal(steps[:, 0], steps[:, 1])
+    steps = np.reshape(found.decode_steps, (-1, sizes["expert"]))
+    np.testing.assert_array_equal(steps, steps[:, :1].repeat(sizes["expert"], axis=1))
 
 
-def test_few_slots_refilled_on_shared_experts_change_nothing():
-    found = rollout({"expert": 2}, slots=3, refill=1)
+@pytest.mark.parametrize("config", [CONFIG, EXCHANGING], ids=["gather", "all_to_all"])
+def test_few_slots_refilled_on_shared_experts_change_nothing(config):
+    found = rollout({"expert": 2}, config, slots=3, refill=1)
     for a, b in zip(found.completions, alone().completions, strict=True):
         np.testing.assert_array_equal(a.ids, b.ids)
         np.testing.assert_array_equal(a.choices, b.choices)
 
 
-def test_the_host_driven_engine_samples_the_same_with_experts_cut_over_the_mesh():
+@pytest.mark.parametrize("config", [CONFIG, EXCHANGING], ids=["gather", "all_to_all"])
+def test_the_host_driven_engine_samples_the_same_with_experts_cut_over_the_mesh(config):
     mesh = mesh_of({"expert": 2})
-    engine = StepEngine(model()[0], CONFIG, mesh, STOPS, slots=2, columns=24, steps=3, piece=8)
+    engine = StepEngine(abstract(config)[0], config, mesh, STOPS, slots=2, columns=24, steps=3, piece=8)
     weights = engine.load(placed(mesh))
     for i in (0, 2):
         engine.insert(engine.prefill(weights, PROMPTS[i]), i // 2, Request(10, Decoding(), id=3 * i, seed=0, step=1))

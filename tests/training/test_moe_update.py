@@ -32,9 +32,10 @@ pytestmark = pytest.mark.slow
 
 
 @functools.cache
-def program(shape, sizes, replay):
+def program(shape, sizes, replay, dispatch):
     mesh = make_mesh(dict(sizes), jax.devices()[: int(np.prod([n for _, n in sizes]))])
-    graphdef, params, axes = abstract(CONFIG)
+    moe = dataclasses.replace(CONFIG.moe, dispatch=dispatch)
+    graphdef, params, axes = abstract(dataclasses.replace(CONFIG, moe=moe))
     optimizer, rows = sgd(1.0), batch_shardings(shape, mesh)
     shardings = state_shardings(params, axes, optimizer, mesh)
     read = RoutedBatch(rows, choice_sharding(rows)) if replay else rows
@@ -45,9 +46,9 @@ def program(shape, sizes, replay):
     return update, read, lambda params: init_state(params, optimizer, shardings)
 
 
-def step(shape, samples, sizes=(), replay=False, **packing):
+def step(shape, samples, sizes=(), replay=False, dispatch="gather", **packing):
     """Parameters and metrics after one update."""
-    update, shardings, start = program(shape, sizes, replay)
+    update, shardings, start = program(shape, sizes, replay, dispatch)
     batch, n_micro, _ = pack(samples, shape, aggregation="token-mean", keep_all=True, **packing)
     if replay:
         numbered = [dataclasses.replace(t, advantage=float(i)) for i, t in enumerate(samples, start=1)]
@@ -80,11 +81,12 @@ def with_choices(change=lambda choices: choices):
 
 
 def test_router_losses_are_means_over_all_targets_whatever_the_split():
-    """Prompts shared or not, one micro-batch or seven, one device or experts cut over four."""
+    """Prompts shared or not, one micro-batch or seven, one device or experts cut over several."""
     params, metrics = step(ONE, SAMPLES)
     others = [
         step(SPLIT, SAMPLES, share_prefix=False),
         step(SPLIT, SAMPLES, sizes=(("expert", 2), ("tensor", 2))),
+        step(SPLIT, SAMPLES, sizes=(("expert", 2),), dispatch="padded"),
     ]
     for other_params, other in others:
         assert_trees_close(other_params, params, rtol=0, atol=3e-5)
@@ -112,6 +114,9 @@ def test_replaying_the_routers_own_choices_changes_nothing_and_others_still_teac
     for name in metrics:
         np.testing.assert_allclose(same[name], metrics[name], rtol=1e-4, atol=1e-5, err_msg=name)
     assert same["rollout_corr/routing_diff_fraction"] == 0.0
+    cut_params, cut = step(SPLIT, with_choices(), sizes=(("expert", 2),), replay=True, dispatch="padded")
+    assert_trees_close(cut_params, params, rtol=0, atol=3e-5)
+    assert cut["rollout_corr/routing_diff_fraction"] == 0.0
     moved, other = step(ONE, with_choices(lambda choices: (choices + 1) % 4), replay=True)
     assert other["rollout_corr/routing_diff_fraction"] > 0.3
     router = tiny_params(CONFIG)[1]["layers"]["router"]
