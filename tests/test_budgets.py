@@ -10,14 +10,22 @@ from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxrl_post.config import Config
+from jaxrl_post.config_distillation import Distillation
 from jaxrl_post.loops.gather import sample_options
 from jaxrl_post.loops.learner import Learner
 from jaxrl_post.loops.planned_rollout import rollout_trips
 from jaxrl_post.loops.planning import stand_in_job
 from jaxrl_post.rollout.sampler import Sampler
+from jaxrl_post.training.distillation_loss import distillation_loss, taught_forward
+from jaxrl_post.training.distillation_update import make_taught_update
+from jaxrl_post.training.packing import empty_batch
+from jaxrl_post.training.teacher_view import taught_shardings
+from jaxrl_post.training.update import row_placement
+from jaxrl_post.types import TaughtBatch, TeacherView
 from sharding.mesh import batch_shards
 from sharding.placement import bytes_per_device, placed_shapes
 from sharding.report import Program
@@ -76,6 +84,35 @@ def test_all_chunks_of_targets_share_one_gathered_head_and_one_sum_of_its_gradie
     found = sent(Learner(job).traced_update(), [1], job.network.mesh)
     over_fsdp = lambda lines: [line for line in lines if " over fsdp of " in line]
     assert_budget(over_fsdp(found), over_fsdp(UPDATE_BUDGET))
+
+
+@pytest.mark.slow
+def test_a_students_chunks_share_one_gathered_head_too_and_its_teachers_do():
+    assert sent_by_student(chunk=16) == sent_by_student(chunk=256)
+
+
+def sent_by_student(chunk):
+    """Over fsdp, in an update under a teacher of the same shape."""
+    job = job_of(fsdp=4, tensor=2)
+    learner, network = Learner(job), job.network
+    shardings = taught_shardings(learner.shape, network.mesh)
+    options = Distillation(kind="distillation", teacher={"kind": "start"})
+    place = row_placement(shardings.rows)
+    forward = taught_forward(network.graphdef, (network.graphdef,), options, temperature=1.0, chunk=chunk, place=place)
+    update = make_taught_update(
+        forward,
+        learner.trained.optimizer,
+        distillation_loss(options),
+        shardings=learner.trained.shardings,
+        teacher_shardings=(network.shardings(),),
+        batch_shardings=shardings,
+    )
+    rows = empty_batch(learner.shape)
+    view = TeacherView(rows.tokens, rows.positions, rows.segments, rows.branches, rows.source, rows.source)
+    batch, teachers = placed_shapes(TaughtBatch(rows, view), shardings), (network.abstract_params,)
+    held = placed_shapes(teachers, (network.shardings(),))
+    traced = update.trace(learner.trained.abstract_state(), batch, jax.ShapeDtypeStruct((), np.int32), held)
+    return [line for line in sent(traced, [1], network.mesh) if " over fsdp of " in line]
 
 
 def test_experts_are_gathered_over_fsdp_alone_and_summed_over_tensor_once_a_layer():
