@@ -10,17 +10,25 @@ from pathlib import Path
 from typing import IO
 
 LOCK = ".lock"
+FOLDERS = ("checkpoints", "rollouts", "logs", "faults")  # of a run
+FILES = ("config.yaml", "metrics.jsonl", "reward.png", "curve.png")
 INSTEAD = "give another one, such as run_dir=runs/name, or mend that one"
 
 
 def check_run_dir(run_dir: str) -> None:
-    """Makes nothing. Raises: ValueError where it, or the folder it is to be made in, is a file or not to be written."""
+    """Makes nothing. Raises: ValueError where it, or the folder it is to be made in, is a file or not to be written;
+    where things in it are in the way of a run's."""
     path = Path(run_dir).absolute()
     there = next(place for place in (path, *path.parents) if os.path.exists(place))
     if not there.is_dir():
         raise ValueError(f"run_dir={run_dir}: {there} is a file, and a run writes a folder: {INSTEAD}")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"run_dir={run_dir}: nothing can be written in {there} by this user: {INSTEAD}")
+    for name in (*FOLDERS, *FILES):
+        inside = path / name
+        if inside.exists() and inside.is_dir() != (name in FOLDERS):
+            found, wanted = ("folder", "file") if inside.is_dir() else ("file", "folder")
+            raise ValueError(f"run_dir={run_dir}: {inside} is a {found}, where a run has a {wanted}: {INSTEAD}")
 
 
 def make_run_dir(run_dir: str) -> Path:

@@ -91,7 +91,9 @@ class Lines:
         try:
             message = receive(self._connections[process])
         except OSError as error:
-            self._end(self._silent(process) if error.errno in UNREACHED else f"{name} is gone ({error.strerror})")
+            if error.errno in UNREACHED:
+                self._end(self._silent(process))
+            message = None  # reset: it died with beats unread
         if message is None:
             self._end(f"{name} is gone: it was killed, or crashed")
         if not message:

@@ -1,6 +1,7 @@
 """What a person can get wrong, through the command line: one line that names it, exit code 2, nothing written."""
 
 import dataclasses
+import errno
 import functools
 import json
 import os
@@ -18,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from jaxrl_post import recipes
 from jaxrl_post.data import chat_template
 from jaxrl_post.loops.job import build
+from jaxrl_post.loops.run_folder import write_config
 from jaxrl_post.models.huggingface_export import save_params
 from jaxrl_post.observe.metrics import MetricsWriter
 from jaxrl_post.rewards.call import answer
@@ -233,6 +235,15 @@ def test_a_run_folder_that_cannot_be(refused, tmp_path, place):
     assert (tmp_path / "file").read_text() == "x"
 
 
+@pytest.mark.parametrize(("name", "found"), [("checkpoints", "file"), ("metrics.jsonl", "folder")])
+def test_a_run_folder_with_something_else_in_the_way(refused, tmp_path, name, found):
+    run_dir = tmp_path / "other"
+    inside = run_dir / name
+    inside.mkdir(parents=True) if found == "folder" else (run_dir.mkdir(), inside.write_text("mine"))
+    refused(f"run_dir={run_dir}: {inside} is a {found}, where a run has a", "give another one", run_dir=run_dir)
+    assert inside.is_dir() or inside.read_text() == "mine"
+
+
 def test_a_run_folder_that_may_not_be_written(refused, tmp_path, monkeypatch):
     """As the superuser, whom the kernel does not refuse, these tests ask a kernel that does."""
     monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK)
@@ -308,6 +319,34 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(refused, run_dir, item):
         if file.is_file():
             file.write_bytes(b"garbage")
     refused(str(run_dir / "checkpoints" / "1"), "remove it", steps=2)
+
+
+def test_a_full_disk_leaves_the_recipe_that_was_there(run_dir, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = (run_dir / "config.yaml").read_bytes()
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device; a restart goes on from its last step") as raised:
+        write_config(recipes.load(TINY, ["steps=7"]), run_dir)
+    assert raised.value.filename == str(run_dir)
+    assert (run_dir / "config.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda host: host.pop("data"), "KeyError: 'data'"),
+        (lambda host: host.update(data=None), "TypeError: 'NoneType'"),
+        (lambda host: host["data"].update(position={}), "KeyError: 'next_index'"),
+    ],
+)
+def test_a_host_state_of_another_kind_is_named_and_left_alone(refused, run_dir, change, error):
+    path = run_dir / "checkpoints" / "1" / "host" / "metadata"
+    host = json.loads(path.read_text())
+    change(host)
+    path.write_text(json.dumps(host))
+    refused(f"{path.parent} is not what a run of this kind saves ({error}", "remove that checkpoint", steps=2)
 
 
 def test_a_torn_and_a_strange_line_of_metrics_do_not_stop_a_resume(run_dir):

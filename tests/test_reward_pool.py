@@ -15,7 +15,7 @@ import pytest
 from jaxrl_post import config, config_rewards
 from jaxrl_post.data.tokenizer import ByteTokenizer
 from jaxrl_post.observe.metrics import read_metrics
-from jaxrl_post.rewards.call import RewardError
+from jaxrl_post.rewards.call import RewardError, graded
 from jaxrl_post.rewards.model import Setting
 from jaxrl_post.rewards.reward import build_reward
 from jaxrl_post.types import Prompt, Response
@@ -226,6 +226,28 @@ def test_the_failure_is_told_once_with_its_place(pool, caplog):
         "reward hostile_grader:score failed on 2 of 3 samples, which get -1; sample 0 ('raise'): raised"
     )
     assert line.endswith("KeyError: 'gone' (hostile_grader.py:23)")
+
+
+class Unshown:
+    def __repr__(self):
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    ("given", "score", "told"),
+    [
+        (True, 1.0, ""),
+        (np.float32(0.5), 0.5, ""),
+        (10**400, None, "returned 1000"),
+        (Unshown(), None, "returned something of type Unshown, not a finite number"),
+        (np.array([1.0]), None, "returned array([1.]), not a finite number"),
+        ("1", None, "returned '1', not a finite number"),
+    ],
+)
+def test_what_is_no_number_is_told_whatever_it_is(given, score, told):
+    found = graded(given)
+    assert (found.score, bool(found.fault)) == (score, score is None)
+    assert found.why.startswith(told)
 
 
 def test_a_grader_that_grades_nothing_is_an_error(pool):

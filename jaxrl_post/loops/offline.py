@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.config_offline import OfflineConfig
@@ -14,7 +15,7 @@ from jaxrl_post.loops.offline_job import OfflineJob, build
 from jaxrl_post.loops.offline_learner import OfflineLearner
 from jaxrl_post.loops.offline_reference import reference_scores
 from jaxrl_post.loops.out_of_memory import memory_explained
-from jaxrl_post.loops.run_folder import check_processes, due, last_step, write_config
+from jaxrl_post.loops.run_folder import check_processes, due, host_named, last_step, write_config
 from jaxrl_post.loops.running import running
 from jaxrl_post.loops.saving import Saves
 from jaxrl_post.loops.stopping import STOPPED, Stop
@@ -105,9 +106,10 @@ def _start(
     if not done:
         return learner.trained.start(fresh())
     arrays, host = checkpoints.restore(done, learner.trained.abstract_state()._asdict())
-    stream.restore(host["data"])
-    learner.restore(host)
-    saves.restore(host)
+    with host_named(Path(job.config.run_dir), done):
+        stream.restore(host["data"])
+        learner.restore(host)
+        saves.restore(host)
     return TrainState(**arrays)
 
 

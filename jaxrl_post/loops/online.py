@@ -25,7 +25,7 @@ from jaxrl_post.loops.measures import Metrics, part_metrics, sample_metrics
 from jaxrl_post.loops.metric_names import online_names
 from jaxrl_post.loops.network import initial_params, rollout_params
 from jaxrl_post.loops.out_of_memory import memory_explained
-from jaxrl_post.loops.run_folder import check_processes, due, last_step, write_config
+from jaxrl_post.loops.run_folder import check_processes, due, host_named, last_step, write_config
 from jaxrl_post.loops.running import running
 from jaxrl_post.loops.saving import Saves
 from jaxrl_post.loops.stopping import STOPPED, Stop
@@ -156,9 +156,10 @@ def _start(
         learner.keep_reference(initial_params(job.network, job.config.seed))
     abstract = learner.trained.abstract_state()._asdict()
     arrays, host = checkpoints.restore(done, abstract | (critic.abstract_arrays() if critic else {}))
-    gather.restore(host)
-    credit.restore(host)
-    saves.restore(host)
+    with host_named(Path(job.config.run_dir), done):
+        gather.restore(host)
+        credit.restore(host)
+        saves.restore(host)
     if critic:
         critic.restore(arrays)
     return TrainState(**{name: arrays[name] for name in abstract})

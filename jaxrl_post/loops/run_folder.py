@@ -21,7 +21,7 @@ from jaxrl_post.config import Config
 from jaxrl_post.config_offline import OfflineConfig
 from jaxrl_post.data.stream import Stream
 from jaxrl_post.models.decoder import Params
-from jaxrl_post.observe.metrics import MetricsWriter, NoWriter
+from jaxrl_post.observe.metrics import MetricsWriter, NoWriter, write_whole
 from jaxrl_post.observe.progress import Progress
 from sharding.processes import check_same, is_first, meet, together
 
@@ -43,6 +43,19 @@ def last_step(checkpoints: Checkpointer, config: Config | OfflineConfig) -> int:
             "over them: choose another run_dir, or checkpoint.resume=true"
         )
     return newest or 0
+
+
+@contextlib.contextmanager
+def host_named(run_dir: Path, step: int) -> Iterator[None]:
+    """While a checkpoint's host state is taken up. Raises: ValueError where it is not such as these runs save."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{run_dir / 'checkpoints' / str(step) / 'host'} is not what a run of this kind saves "
+            f"({type(error).__name__}: {error}): remove that checkpoint to go on from an earlier one, or give another "
+            "run_dir"
+        ) from error
 
 
 def check_processes(config: Config | OfflineConfig, stream: Stream, mesh: Mesh) -> None:
@@ -115,7 +128,8 @@ def _write_config(path: Path, text: str) -> None:
     changed = sorted(set(text.splitlines()) - set(before.splitlines()))
     if changed:
         log.warning("%s changes: %s", path, "; ".join(line.strip() for line in changed))
-    path.write_text(text, encoding="utf-8")
+    with _room_named(path.parent):
+        write_whole(path, [text])  # never a part, nor nothing where the disk is full
 
 
 def due(step: int, every: int, steps: int) -> bool:
@@ -138,7 +152,8 @@ def _chosen(run_dir: Path, newest: int, which: int | Literal["best"]) -> int:
     """Raises: ValueError for a step that is not there, and for the best one of a run that keeps none."""
     with contextlib.closing(Checkpointer(run_dir / "checkpoints", keep_last=1)) as checkpoints:
         steps, host = checkpoints.steps(), checkpoints.restore_host(newest)
-    step: Any = (host.get("best") or {}).get("step") if which == "best" else which
+    with host_named(run_dir, newest):
+        step: Any = (host.get("best") or {}).get("step") if which == "best" else which
     if step in steps:
         return int(step)
     lacks = "keeps no best step (checkpoint.keep_best)" if step is None else f"has no step {step}"

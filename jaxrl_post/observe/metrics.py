@@ -64,7 +64,7 @@ class MetricsWriter:
         """Write a step's samples, one JSON object each (text, numbers, lists), as one file that appears whole."""
         path = rollout_file(self.run_dir, step)
         path.parent.mkdir(exist_ok=True)
-        _write_whole(path, (json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+        write_whole(path, (json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
         return path
 
     def close(self) -> None:
@@ -135,14 +135,14 @@ def _set_aside(run_dir: Path) -> None:
 
 def _drop_after(run_dir: Path, step: int) -> None:
     kept = [record for record in read_metrics(run_dir / METRICS) if record["step"] <= step]
-    _write_whole(run_dir / METRICS, (json.dumps(record) + "\n" for record in kept))
+    write_whole(run_dir / METRICS, (json.dumps(record) + "\n" for record in kept))
     last = rollout_file(run_dir, step).name
     for path in (run_dir / ROLLOUTS).glob("step_*.jsonl"):
         if path.name > last:
             path.unlink()
 
 
-def _write_whole(path: Path, lines: Iterable[str]) -> None:
+def write_whole(path: Path, lines: Iterable[str]) -> None:
     """Replace a file in one move: whoever looks sees the old one or the new one, never a part."""
     part = path.with_name(path.name + ".part")
     with open(part, "w", encoding="utf-8") as file:

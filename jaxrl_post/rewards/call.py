@@ -60,6 +60,19 @@ def answer(function: Callable[..., Any], call: Call) -> list[Graded]:
 def graded(score: Any) -> Graded:
     if score is None:
         return Graded(None)
-    if not isinstance(score, numbers.Real | np.bool_) or not math.isfinite(score):
-        return Graded(None, "error", f"returned {score!r:.80}, not a finite number")
-    return Graded(float(score))
+    try:
+        number = float(score) if isinstance(score, numbers.Real | np.bool_) else math.nan
+    except (OverflowError, ValueError, TypeError):  # an integer beyond all floats, say
+        number = math.nan
+    return (
+        Graded(number)
+        if math.isfinite(number)
+        else Graded(None, "error", f"returned {_shown(score)}, not a finite number")
+    )
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # it may be an object of anyone's, or an integer too long to be written
+        return f"something of type {type(value).__name__}"
