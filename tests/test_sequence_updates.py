@@ -1,5 +1,6 @@
 """Critics, students of teachers and methods from files on rows cut along time: gradients and metrics of one device."""
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -107,9 +108,9 @@ def critic(decoder, mesh):
     return gradient(made.arrays()["critic"]["opt_state"]) | said, measured | metrics
 
 
-def student(mesh):
+def student(mesh, *overrides):
     """Gradient and metrics of an update towards two teachers, one of which sees a demonstration."""
-    job = online_job.build(load("distillation", mesh, *SMALL[:3], LESSONS, TEACHERS))
+    job = online_job.build(load("distillation", mesh, *SMALL[:3], LESSONS, TEACHERS, *overrides))
     teachers = Teachers(job.teachers)
     teachers.load()
     learner = Learner(job, teachers)
@@ -173,3 +174,25 @@ def test_a_teacher_exchanges_heads_as_its_student_does_or_is_refused_by_name():
     assert [teacher.network.model.sequence_attention for teacher in build(4).teachers] == ["ulysses"]
     with pytest.raises(ValueError, match=r"teacher .*sequence_attention=ulysses.*sequence=2 × tensor=2 = 4.*has 2 "):
         build(2)
+
+
+def test_a_teacher_attends_by_its_students_backend_or_is_refused_by_name():
+    """Rows that do not fit a TPU's core are the teacher's to refuse where its heads are the wider ones."""
+    teacher = "algorithm.teacher={random: {family: qwen3, head_dim: 8}}"
+    build = lambda *more: online_job.build(load("distillation", ONE, teacher, *more)).teachers[0]
+    assert build().network.model.attention == "xla"
+    by_kernels = build("model.attention=flash")
+    assert by_kernels.network.model.attention == "flash"
+    model = dataclasses.replace(by_kernels.network.model, platform="tpu")
+    on_tpu = dataclasses.replace(by_kernels, network=dataclasses.replace(by_kernels.network, model=model))
+    with pytest.raises(ValueError, match=r"teacher .*: rows of 80000 positions .* with model\.attention=flash"):
+        Teachers((on_tpu,)).check_row(80000)
+
+
+@pytest.mark.slow
+def test_students_and_teachers_attend_by_kernels_with_the_same_numbers():
+    (arrays, metrics), (expected, wanted) = student(ONE, "model.attention=flash"), alone("student")
+    scale = max(np.abs(x).max() for x in expected.values())
+    for name in expected:
+        np.testing.assert_allclose(arrays[name], expected[name], rtol=0, atol=1e-5 * max(scale, 1), err_msg=name)
+    np.testing.assert_allclose(metrics["distillation/loss"], wanted["distillation/loss"], rtol=1e-4)

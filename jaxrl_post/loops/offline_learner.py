@@ -78,6 +78,7 @@ class OfflineLearner:
         self.trained = make_trained(network, config.optimizer, config.steps)
         shardings = self.trained.shardings
         self.shape = _shape(job)
+        teachers.check_row(self.shape.rows.length)
         self._batch_shardings: Any = example_shardings(self.shape, network.mesh)
         if teachers.shardings:
             self._batch_shardings = TaughtExamples(

@@ -34,6 +34,7 @@ class TaughtAdvantages:
     def __init__(self, job: Job, options: TaughtAdvantage, teachers: Teachers, learner: Learner):
         self._job, self._options, self._teachers, self._learner = job, options, teachers, learner
         self._shape = update_shape(job, job.config.rollout.max_new_tokens, lessons=True)
+        teachers.check_row(self._shape.length)
         self._batch_shardings = batch_shardings(self._shape, job.network.mesh)
         self._scores = [
             make_score(

@@ -37,6 +37,7 @@ class TaughtUpdate:
         shape: PackShape,
         trained: Trained,
     ):
+        teachers.check_row(shape.length)
         self._teachers, self._params_shardings = teachers, trained.shardings.params
         self.shardings = taught_shardings(shape, job.network.mesh)
         """Of batches."""

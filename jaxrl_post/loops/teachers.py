@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from jaxrl_post.config_teachers import ModelTeacher, SelfTeacher, StartTeacher, Taught
 from jaxrl_post.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_post.loops.decoder_shape import compute_dtype, random_config
-from jaxrl_post.loops.network import Network, decoder_params
-from jaxrl_post.models import sequence
+from jaxrl_post.loops.network import Network, check_row, decoder_params
+from jaxrl_post.models import backends, sequence
 from jaxrl_post.models.config import ModelConfig
 from jaxrl_post.models.decoder import Params, abstract
 from jaxrl_post.models.huggingface import open_checked, read_config
@@ -78,6 +78,14 @@ class Teachers:
         """What teacher `number` computes with; `student` are the policy's weights."""
         return self.params[number] or student
 
+    def check_row(self, length: int) -> None:
+        """Raises: ValueError naming the teacher that cannot read packed rows of so many positions."""
+        for teacher in self._teachers:
+            try:
+                check_row(teacher.network, length)
+            except ValueError as error:
+                raise ValueError(f"teacher {teacher.name!r}: {error}") from error
+
     def layout(self, number: int) -> Tree:
         """Shardings of `weights`."""
         return self._teachers[number].network.shardings()
@@ -90,7 +98,8 @@ def build_teachers(taught: Taught | None, student: Network, seed: int, tokenizer
     """The teachers that a recipe asks for; `seed` is that of the run, for a student that starts at random.
 
     Raises: ValueError naming the teacher: weights that cannot be read, sizes that the mesh does not divide, heads that
-    `training.sequence_attention` exchanges among them, another vocabulary.
+    `training.sequence_attention` exchanges among them, or that the student's attention backend has no kernel for,
+    another vocabulary.
     """
     built = []
     for name, options in (taught.by_tag if taught else {}).items():
@@ -128,7 +137,12 @@ def _model(options: ModelTeacher, folder: Path | None, student: Network) -> Mode
     kind = sequence.choose(
         student.model.sequence_attention, shape.heads, shape.kv_heads, sizes["sequence"], sizes["tensor"]
     )
-    return dataclasses.replace(shape, dtype=dtype, param_dtype=dtype, sequence_attention=kind)
+    model = dataclasses.replace(
+        shape, dtype=dtype, param_dtype=dtype, platform=student.model.platform, sequence_attention=kind
+    )
+    ring = sizes["sequence"] > 1 and kind == "ring"
+    backend = backends.choose(student.model.attention, model, model.platform, ring)
+    return dataclasses.replace(model, attention=backend)
 
 
 def _network(folder: Path | None, model: ModelConfig, mesh: Mesh) -> Network:
