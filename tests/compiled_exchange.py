@@ -20,7 +20,7 @@ from sharding.targets import open_target, parse_target  # noqa: E402
 
 RECIPE = [
     "mesh.fsdp=1", "mesh.expert=8", "model.moe.dispatch=all_to_all", "model.moe.aux_loss_coef=0", "model.remat=full",
-    "model.random.hidden_size=128", "training.row_length=64", "training.tokens_per_microbatch=64",
+    "model.random.hidden_size=256", "training.row_length=64", "training.tokens_per_microbatch=64",
     "data.max_prompt_tokens=32",
 ]  # fmt: skip
 

@@ -272,7 +272,7 @@ def test_a_gather_in_a_chain_of_pieces_is_one():
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["h200:1x8", "v5e:2x4"])
 def test_an_update_for_other_devices_exchanges_rows_and_gathers_no_tokens(target):
-    """8 devices with 64 tokens of 128 numbers each: out and back, out again where a layer is made anew, and both
+    """8 devices with 64 tokens of 256 numbers each: out and back, out again where a layer is made anew, and both
     gradients, in 2 layers."""
     script = ROOT / "tests" / "compiled_exchange.py"
     environ = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
@@ -282,7 +282,7 @@ def test_an_update_for_other_devices_exchanges_rows_and_gathers_no_tokens(target
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    tokens, numbers = 8 * 64, 128
+    tokens, numbers = 8 * 64, 256
     assert (found["dispatch"], found["shape"]) == ("ragged", [8, 64])
     assert found["sent"]["ragged-all-to-all"] == {str(tokens * numbers * 2): 5 * 2}
     gathers = {int(size): count for size, count in found["sent"]["all-gather"].items()}
