@@ -18,6 +18,8 @@ INSTEAD = "give another one, such as run_dir=runs/name, or mend that one"
 def check_run_dir(run_dir: str) -> None:
     """Makes nothing. Raises: ValueError where it, or the folder it is to be made in, is a file or not to be written;
     where things in it are in the way of a run's."""
+    if not run_dir.strip() or "\0" in run_dir or run_dir.startswith("~"):
+        raise ValueError(f"run_dir={run_dir!r} is no path of a folder (a ~ is not looked up): {INSTEAD}")
     path = Path(run_dir).absolute()
     there = next(place for place in (path, *path.parents) if os.path.exists(place))
     if not there.is_dir():
@@ -26,8 +28,8 @@ def check_run_dir(run_dir: str) -> None:
         raise ValueError(f"run_dir={run_dir}: nothing can be written in {there} by this user: {INSTEAD}")
     for name in (*FOLDERS, *FILES):
         inside = path / name
-        if inside.exists() and inside.is_dir() != (name in FOLDERS):
-            found, wanted = ("folder", "file") if inside.is_dir() else ("file", "folder")
+        if os.path.exists(inside) and os.path.isdir(inside) != (name in FOLDERS):
+            found, wanted = ("folder", "file") if os.path.isdir(inside) else ("file", "folder")
             raise ValueError(f"run_dir={run_dir}: {inside} is a {found}, where a run has a {wanted}: {INSTEAD}")
 
 

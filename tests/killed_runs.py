@@ -22,19 +22,24 @@ from jaxrl_post.observe import progress
 ROOT = Path(__file__).parent.parent
 PHASES = ("gen", "reward", "update_actor", "save_checkpoint")
 OVERRIDES = (
-    "rollout.samples_per_prompt=4", "evaluation.enabled=false", "mesh.fsdp=1", "mesh.allow_unused_devices=true",
-    "checkpoint.every=1", "data.task.high=3",
+    "evaluation.enabled=false", "mesh.fsdp=1", "mesh.allow_unused_devices=true", "checkpoint.every=1",
+    "data.task.high=3",
 )  # fmt: skip
-SHORT = ("data.prompts_per_step=2", "rollout.max_new_tokens=8")
+SHORT = ("data.prompts_per_step=2", "rollout.samples_per_prompt=4", "rollout.max_new_tokens=8")
+TRIPLES = ("data.prompts_per_step=4", "rollout.samples_per_prompt=3", "rollout.max_new_tokens=8")
 KINDS = {  # recipe, and overrides
     "plain": ("grpo", SHORT),
     # Groups under way, and a coefficient that follows the KL.
     "partial": (
         "partial_rollout",
-        ("data.prompts_per_step=4", "algorithm.kl={coef: 0.1, target: 0.01, horizon: 50, where: reward}"),
+        (
+            "data.prompts_per_step=4",
+            "rollout.samples_per_prompt=4",
+            "algorithm.kl={coef: 0.1, target: 0.01, horizon: 50, where: reward}",
+        ),
     ),
-    # Groups of a batch that the step had no place for; of two prompts a step most are dropped.
-    "carried": ("dapo", (*SHORT, "algorithm.overlong=null", "optimizer.learning_rate=1e-3")),
+    # Groups of a batch that the step had no place for: of triples, some are alike and dropped.
+    "carried": ("dapo", (*TRIPLES, "algorithm.overlong=null", "optimizer.learning_rate=1e-3")),
     "critic": ("ppo", SHORT),
     "best": ("grpo", (*SHORT, "checkpoint.keep_best={metric: critic/score/mean}", "checkpoint.keep_last=1")),
 }

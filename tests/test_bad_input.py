@@ -235,6 +235,15 @@ def test_a_run_folder_that_cannot_be(refused, tmp_path, place):
     assert (tmp_path / "file").read_text() == "x"
 
 
+@pytest.mark.parametrize("path", ["", "~/runs/x", "a\0b"])
+def test_a_run_folder_without_a_path(refused, path):
+    refused(f"run_dir={path!r} is no path of a folder", "such as run_dir=runs/name", run_dir=json.dumps(path))
+
+
+def test_a_run_folder_with_too_long_a_name(refused):
+    refused("run_dir=xxx", "(File name too long): give another one", run_dir="x" * 300)
+
+
 @pytest.mark.parametrize(("name", "found"), [("checkpoints", "file"), ("metrics.jsonl", "folder")])
 def test_a_run_folder_with_something_else_in_the_way(refused, tmp_path, name, found):
     run_dir = tmp_path / "other"

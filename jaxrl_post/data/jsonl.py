@@ -51,7 +51,10 @@ def _lines(path: Path, key: str) -> Iterator[tuple[int, bytes]]:
         raise ValueError(f"{key}={str(path)!r} {found}: give a file with one JSON object a line")
     with path.open("rb") as file:
         for number in itertools.count(1):
-            line = file.readline(MAX_LINE + 1)
+            try:
+                line = file.readline(MAX_LINE + 1)
+            except OSError as error:
+                raise ValueError(f"{key}={str(path)!r} cannot be read ({error.strerror}): give another file") from error
             if len(line) > MAX_LINE:
                 raise ValueError(f"{path}:{number}: longer than {MAX_LINE} bytes, and no row of prompts: {key}")
             if not line:
