@@ -138,10 +138,12 @@ class Program:
                     continue
                 chains.add(chain.groups())
             groups = _groups(instruction.rest, mesh.size)
+            if not (axes := _axes(groups, mesh)):
+                continue
             n = len(groups[0])
             size = _size(instruction, n)
             sent = size * SENT.get(kind, lambda n: (n - 1) / n)(n) * (self._filled if kind == RAGGED else 1.0)
-            yield Collective(kind, _axes(groups, mesh), runs, runs * size, runs * sent)
+            yield Collective(kind, axes, runs, runs * size, runs * sent)
 
     def collectives(self, mesh: Any) -> list[Collective]:
         """By kind and axes, the largest first."""

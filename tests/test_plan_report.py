@@ -51,6 +51,7 @@ ENTRY %main (a: bf16[4,8]) -> bf16[4,64] {
   %a = bf16[4,8]{1,0} parameter(0)
   %start = (s32[], bf16[4,8]) tuple(%a, %a)
   %outer = (s32[], bf16[4,8]) while(%start), condition=%more, body=%step
+  %own = bf16[4,8]{1,0} collective-permute(%a), source_target_pairs={{0,0},{1,1},{2,2},{3,3},{4,4},{5,5},{6,6},{7,7}}
   %kernel = f32[2]{0} custom-call(%a), custom_call_target="fused_attention"
   ROOT %gathered = bf16[4,64]{1,0} all-gather(%a), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={1}
 }
@@ -58,7 +59,8 @@ ENTRY %main (a: bf16[4,8]) -> bf16[4,64] {
 
 
 def test_an_instruction_counts_as_often_as_its_loops_run_and_its_groups_have_axes():
-    """An all-reduce of 64 bytes between two devices sends 64; three layers, five steps. A gather sends its own part."""
+    """An all-reduce of 64 bytes between two devices sends 64; three layers, five steps. A gather sends its part, and
+    what a device sends to itself is not told."""
     program = Program(TEXT, trips=[5])
     mesh = make_mesh({"fsdp": 4, "tensor": 2}, jax.devices())
     assert program.collectives(mesh) == [

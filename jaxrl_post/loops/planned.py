@@ -178,7 +178,7 @@ def compile_planned(planned: Planned, target: Target, mesh: Mesh) -> ProgramPlan
     """Raises: ValueError when the program cannot be compiled, for another reason than room."""
     begun = time.monotonic()
     try:
-        compiled = planned.traced.lower().compile(compiler_options=target.compiler_options)
+        compiled = planned.traced.lower().compile(compiler_options=target.hasty_options)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise ValueError(f"the {planned.name} does not compile for {target.name}: {error}") from error
