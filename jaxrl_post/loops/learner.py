@@ -28,11 +28,12 @@ from jaxrl_post.models.moe import record_dtype
 from jaxrl_post.observe.progress import Phases
 from jaxrl_post.training.balance import seqlen_metrics
 from jaxrl_post.training.diagnosis import Diagnosis, diagnose
+from jaxrl_post.training.micro_batches import Score
 from jaxrl_post.training.packing import empty_batch
 from jaxrl_post.training.routing import choice_sharding, packed_choices, routed
 from jaxrl_post.training.state import TrainState
 from jaxrl_post.training.surrogate import sampler_metrics, weighed_advantage
-from jaxrl_post.training.update import Rows, Score, batch_shardings, make_score
+from jaxrl_post.training.update import Rows, batch_shardings, make_score
 from jaxrl_post.types import RoutedBatch, TrainBatch, Trajectory
 from sharding.placement import place, placed_shapes, reshard
 from sharding.processes import fetch

@@ -20,7 +20,7 @@ from jaxrl_post.models.placement import Placement
 from jaxrl_post.training import routing
 from jaxrl_post.training.logprobs import target_logprobs
 from jaxrl_post.training.loss import Scalars, Tally, TokenLoss, combine, summarize
-from jaxrl_post.training.micro_batches import micro
+from jaxrl_post.training.micro_batches import Score, make_scorer, micro
 from jaxrl_post.training.offload import step_in_slices
 from jaxrl_post.training.optimizer import Optimizer, clip
 from jaxrl_post.training.packing import POSITION_FIELDS, PackShape, empty_batch
@@ -33,7 +33,6 @@ from sharding.rules import TRAIN, Rules
 Tree = Any
 Rows = TrainBatch | RoutedBatch
 Update = Callable[[TrainState, Any, Any], tuple[TrainState, Scalars, jax.Array]]
-Score = Callable[[Tree, Any, Any], jax.Array]
 Seen = tuple[Tally, jax.Array]  # what adds up over micro-batches, and what the model said of each target, [B, M]
 
 
@@ -159,20 +158,13 @@ def make_score(
 
     A `RoutedBatch` is computed along its choices.
     """
-
     rows_shardings, _ = routing.parts(batch_shardings)
     place = row_placement(rows_shardings)
-
-    def score(params: Tree, batch: Rows, n_micro: jax.Array) -> jax.Array:
-        def body(i: jax.Array, logp_ABM: jax.Array) -> jax.Array:
-            logp_BM, *_ = _logprobs(graphdef, params, micro(batch, i), temperature, chunk, place)
-            return lax.dynamic_update_index_in_dim(logp_ABM, logp_BM, i, axis=0)
-
-        return lax.fori_loop(0, n_micro, body, jnp.zeros(routing.parts(batch)[0].target.shape))
-
-    everywhere = NamedSharding(rows_shardings.target.mesh, PartitionSpec())
-    return jax.jit(
-        score, in_shardings=(params_shardings, batch_shardings, everywhere), out_shardings=rows_shardings.old_logp
+    return make_scorer(
+        lambda params, part: _logprobs(graphdef, params, part, temperature, chunk, place)[0],
+        params_shardings=params_shardings,
+        batch_shardings=batch_shardings,
+        said_shardings=rows_shardings.old_logp,
     )
 
 
