@@ -109,6 +109,13 @@ class ReasoningGymTask(Section):
 Task = Annotated[ArithmeticTask | JsonlTask | ReasoningGymTask, Field(discriminator="kind"), default_kind("arithmetic")]
 
 
+class CurriculumOptions(Section):
+    """Prompts whose samples were rewarded alike, which teaches a comparison nothing, are passed over for a while."""
+
+    chance: float = Field(default=0.5, gt=0.0, lt=1.0)
+    """That such a prompt is drawn when its turn comes; after n such groups in a row its n-th power, at least 1/64."""
+
+
 class Data(Section):
     task: Task = ArithmeticTask()
     prompts_per_step: PositiveInt = 8
@@ -118,6 +125,8 @@ class Data(Section):
     chat: bool = True
     """Wrap a text prompt as one user turn of the tokenizer's chat template; false feeds the text as it is."""
     system_prompt: str | None = None
+    curriculum: CurriculumOptions | None = None
+    """Let prompts rest that have taught nothing when last sampled; null draws all alike."""
 
 
 class PartialRollout(Section):
@@ -214,6 +223,12 @@ class Config(Section):
         if refill is not None and slots is not None and refill > slots:
             raise ValueError(f"rollout.refill={refill} cannot exceed rollout.slots={slots}")
         self._check_rewards()
+        if self.data.curriculum and (group == 1 or self.algorithm.kind == "distillation"):
+            key = f"rollout.samples_per_prompt={group}" if group == 1 else "algorithm.kind=distillation"
+            raise ValueError(
+                f"data.curriculum lets prompts rest whose samples were rewarded alike, and {key} compares none: set "
+                "data.curriculum=null"
+            )
         self.debug.check_clock(self.checkpoint)
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         if self.training.row_length is not None and self.training.row_length < longest:

@@ -40,6 +40,16 @@ KINDS = {  # recipe, and overrides
     ),
     # Groups of a batch that the step had no place for: of triples, some are alike and dropped.
     "carried": ("dapo", (*TRIPLES, "algorithm.overlong=null", "optimizer.learning_rate=1e-3")),
+    # Prompts that rest: of pairs many are alike.
+    "curriculum": (
+        "grpo",
+        (
+            "data.prompts_per_step=4",
+            "rollout.samples_per_prompt=2",
+            "rollout.max_new_tokens=8",
+            "data.curriculum.chance=0.3",
+        ),
+    ),
     "critic": ("ppo", SHORT),
     "best": ("grpo", (*SHORT, "checkpoint.keep_best={metric: critic/score/mean}", "checkpoint.keep_last=1")),
 }

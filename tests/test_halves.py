@@ -64,6 +64,7 @@ def test_halves_of_a_run_do_what_the_whole_does(tmp_path):
             (RECIPE, *SMALL, "rollout.partial={}", "--rollouts", "x"),
             "--rollouts: dumped samples lack what rollout.partial",
         ),
+        ((RECIPE, *SMALL, "data.curriculum={}", "--rollouts", "x"), "--rollouts: data.curriculum chooses what to"),
     ],
 )
 def test_modes_that_cannot_be_are_refused(words, parts, capsys, tmp_path):

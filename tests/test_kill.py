@@ -74,6 +74,15 @@ def test_killed_with_groups_carried_over(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+def test_killed_with_prompts_that_rest(tmp_path):
+    killed, _, host, metrics = check_kills(tmp_path, steps=12, seed=7, count=4, kind="curriculum")
+    assert killed == 4
+    assert sum(record["training/curriculum/passed_prompts"] > 0 for record in metrics) > 2
+    assert host["data"]["curriculum"]["alike"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_killed_with_a_critic(tmp_path):
     killed, _, _, metrics = check_kills(tmp_path, steps=12, seed=5, count=4, kind="critic")
     assert killed == 4

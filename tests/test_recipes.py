@@ -220,6 +220,11 @@ def test_a_value_that_is_not_allowed_says_what_is(recipe, override, parts):
         (["model.random.head_dim=5"], ["head_dim=5", "even"]),
         (["data.task.low=5", "data.task.high=4"], ["high=4", "low=5"]),
         (["algorithm.mini_batches=3"], ["data.prompts_per_step=8", "algorithm.mini_batches=3"]),
+        (
+            ["data.curriculum={}", "rollout.samples_per_prompt=1", "algorithm.kind=remax"],
+            ["rollout.samples_per_prompt=1", "data.curriculum=null"],
+        ),
+        (["data.curriculum={chance: 1.0}"], ["data.curriculum.chance", "less than 1"]),
         (["rollout.refill=3"], ["rollout.refill=3", "rollout.samples_per_prompt=8"]),
         (["rollout.refill=8", "rollout.slots=4"], ["rollout.refill=8", "rollout.slots=4"]),
         (["rollout.temperature=0"], ["rollout.temperature=0"]),

@@ -34,11 +34,11 @@ class Stream(Generic[Item]):
         source = grain.MapDataset.source(items).seed(seed)
         endless = (source.shuffle() if shuffle else source).repeat()
         in_process = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        self._items, self._batch = iter(endless.to_iter_dataset(in_process)), batch
+        self._items, self.batch = iter(endless.to_iter_dataset(in_process)), batch
 
     def next(self, count: int | None = None) -> list[Item]:
         """The next `count` items; a batch for None."""
-        return [next(self._items) for _ in range(self._batch if count is None else count)]
+        return [next(self._items) for _ in range(self.batch if count is None else count)]
 
     def state(self) -> dict[str, Any]:
         """The position after the batches handed out so far, for JSON."""

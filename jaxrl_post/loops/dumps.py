@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_post.data.curriculum import Curriculum
 from jaxrl_post.data.jsonl import Row
 from jaxrl_post.data.prompts import PromptStream
 from jaxrl_post.loops.groups import Samples
@@ -55,7 +56,7 @@ class DumpedRollouts:
     The prompt stream moves on as if they had been, so that a later run may go on by sampling.
     """
 
-    def __init__(self, job: Job, folder: Path, stream: PromptStream) -> None:
+    def __init__(self, job: Job, folder: Path, stream: PromptStream | Curriculum) -> None:
         """Raises: ValueError for a recipe whose samples a dump does not hold in full, and for missing steps."""
         inside = folder / ROLLOUTS  # of a run's folder
         self._job, self._folder, self._stream = job, inside if inside.is_dir() else folder, stream
@@ -63,6 +64,8 @@ class DumpedRollouts:
         if config.rollout.partial or config.model.moe.routing_replay:
             key = "rollout.partial" if config.rollout.partial else "model.moe.routing_replay"
             raise ValueError(f"--rollouts: dumped samples lack what {key} needs: unset it, or sample")
+        if config.data.curriculum:
+            raise ValueError("--rollouts: data.curriculum chooses what to sample, and nothing is: set it to null")
         missing = [step for step in range(1, config.steps + 1) if not self._file(step).is_file()]
         if missing:
             raise ValueError(

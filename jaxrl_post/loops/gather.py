@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxrl_post.config import Config
 from jaxrl_post.config_algorithms import FilterGroups
+from jaxrl_post.data.curriculum import Curriculum
 from jaxrl_post.data.prompts import PromptStream
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.loops.decoding import decoding, greedy_decoding, text_of
@@ -51,7 +52,7 @@ class Gather:
     others fill a step that would be short; they have no rewards either. `state` holds all that is carried.
     """
 
-    def __init__(self, job: Job, sampler: Sampler, stream: PromptStream):
+    def __init__(self, job: Job, sampler: Sampler, stream: PromptStream | Curriculum):
         self._job, self._sampler, self._stream = job, sampler, stream
         self._filter: FilterGroups | None = job.config.algorithm.filter_groups
         self._carried: list[Group] = []
@@ -64,7 +65,11 @@ class Gather:
         )
 
     def next(self, params: Params, step: int, phases: Phases) -> tuple[Samples, Metrics]:
-        """The samples of `step`, drawn from `params` (rollout layout), and `training/filter_groups/*`."""
+        """The samples of `step`, drawn from `params` (rollout layout), and `training/{filter_groups, curriculum}/*`."""
+        samples, metrics = self._step(params, step, phases)
+        return samples, metrics | (self._stream.metrics() if isinstance(self._stream, Curriculum) else {})
+
+    def _step(self, params: Params, step: int, phases: Phases) -> tuple[Samples, Metrics]:
         draws = [self._draw(params, step, 0, phases)]
         if self._filter is None and self._flights is None:
             return draws[0], {}
@@ -112,7 +117,11 @@ class Gather:
             prompts, rollout, begun = self._rollout(params, step, attempt, phases)
         with phases("reward"):
             texts, scores = grade(self._job, prompts, rollout, begun)
-        return Samples(prompts, rollout, texts, scores, np.ones(len(prompts), bool))
+        samples = Samples(prompts, rollout, texts, scores, np.ones(len(prompts), bool))
+        if isinstance(self._stream, Curriculum):
+            for group in samples.groups():
+                self._stream.note(group.prompt, self._has_signal(group))
+        return samples
 
     def _rollout(
         self, params: Params, step: int, attempt: int, phases: Phases
@@ -132,9 +141,11 @@ class Gather:
 
     def _sorted(self, kept: list[Group], dropped: list[Group], drawn: Samples) -> tuple[list[Group], list[Group]]:
         """Both lists with the drawn groups at the end of the one they belong to."""
-        weights, by_heads = self._job.reward.weights, self._job.config.algorithm.compares_heads
-        useful = [(group, self._filter is None or group.has_signal(weights, by_heads)) for group in drawn.groups()]
+        useful = [(group, self._filter is None or self._has_signal(group)) for group in drawn.groups()]
         return [*kept, *(g for g, yes in useful if yes)], [*dropped, *(g for g, yes in useful if not yes)]
+
+    def _has_signal(self, group: Group) -> bool:
+        return group.has_signal(self._job.reward.weights, self._job.config.algorithm.compares_heads)
 
     def _unfinished(self, count: int) -> list[Group]:
         waiting = self._flights.waiting[:count] if self._flights else []

@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.config import Config
 from jaxrl_post.config_ppo import PPO
-from jaxrl_post.data.prompts import PromptStream
+from jaxrl_post.data.curriculum import prompt_source
 from jaxrl_post.loops.credit import Credit
 from jaxrl_post.loops.critic import Critic
 from jaxrl_post.loops.dumps import DumpedRollouts, dump
@@ -61,7 +61,7 @@ def run(config: Config, rollouts: Path | None = None) -> None:
         if done >= config.steps:
             print(f"{run_dir} is at step {done} of {config.steps} already: give more `steps`, or another `run_dir`")
             return
-        stream = PromptStream(job.train_prompts, config.data.prompts_per_step, config.seed, config.data.shuffle)
+        stream = prompt_source(job.train_prompts, config.data, config.seed)
         check_processes(config, stream, job.network.mesh)
         network = job.network
         sampler = Sampler(network.graphdef, network.model, network.mesh, job.stop_ids, job.token_bytes)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl_post.config import Config
-from jaxrl_post.data.prompts import PromptStream
+from jaxrl_post.data.curriculum import prompt_source
 from jaxrl_post.loops.dumps import dump
 from jaxrl_post.loops.gather import Gather
 from jaxrl_post.loops.job import build
@@ -32,7 +32,7 @@ def run_rollouts(config: Config) -> None:
         raise ValueError(f"run_dir={run_dir} holds a run's checkpoints: give rollouts without training another run_dir")
     job = together(lambda: build(config))
     network = job.network
-    stream = PromptStream(job.train_prompts, config.data.prompts_per_step, config.seed, config.data.shuffle)
+    stream = prompt_source(job.train_prompts, config.data, config.seed)
     check_processes(config, stream, network.mesh)
     sampler = Sampler(network.graphdef, network.model, network.mesh, job.stop_ids, job.token_bytes)
     gather, shape = Gather(job, sampler, stream), update_shape(job, config.rollout.max_new_tokens)

@@ -19,6 +19,7 @@ from jaxrl_post import recipes
 from jaxrl_post.checkpoint import Checkpointer
 from jaxrl_post.config import Config
 from jaxrl_post.config_offline import OfflineConfig
+from jaxrl_post.data.curriculum import Curriculum
 from jaxrl_post.data.stream import Stream
 from jaxrl_post.models.decoder import Params
 from jaxrl_post.observe.metrics import MetricsWriter, NoWriter, write_whole
@@ -58,7 +59,7 @@ def host_named(run_dir: Path, step: int) -> Iterator[None]:
         ) from error
 
 
-def check_processes(config: Config | OfflineConfig, stream: Stream, mesh: Mesh) -> None:
+def check_processes(config: Config | OfflineConfig, stream: Stream | Curriculum, mesh: Mesh) -> None:
     """Let the processes of a job begin alike.
 
     Raises: ValueError where they were given another recipe or other data, or one has no device of the mesh.
