@@ -63,8 +63,8 @@ class Mixture(Section):
     dispatch: Literal["auto", "gather", "all_to_all"] = "auto"
     """How tokens come to experts that other devices along `mesh.expert` hold: `gather`, every device takes everyone's,
     and outputs are reduce-scattered; `all_to_all`, a token is sent once to each device that holds an expert of its
-    choice, and one row comes back. No token is dropped either way. `auto` is what loads links less, a gather on CPUs;
-    a run says which."""
+    choice, and one row comes back. No token is dropped either way. `auto` is what loads links less on TPUs, elsewhere a
+    gather; a run says which."""
     aux_loss_coef: NonNegative = 0.0
     """Of the load-balance loss of Switch Transformer, as transformers has it (`router_aux_loss_coef`). Without replay
     it takes a forward pass more: the balance is that of the whole update."""

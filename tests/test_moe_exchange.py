@@ -195,10 +195,10 @@ def test_the_share_of_devices_that_a_token_goes_to_is_counted_over_all_sets_of_e
 @pytest.mark.parametrize(
     ("asked", "k", "devices", "platform", "chosen"),
     [
-        ("auto", 8, 8, "gpu", "ragged"),
-        ("auto", 8, 64, "gpu", "ragged"),
-        ("auto", 8, 1, "gpu", "gather"),
-        ("auto", 128, 8, "gpu", "gather"),  # every token goes to all
+        ("auto", 8, 64, "gpu", "gather"),
+        ("all_to_all", 8, 64, "gpu", "ragged"),
+        ("auto", 8, 1, "tpu", "gather"),
+        ("auto", 128, 4, "tpu", "gather"),  # every token goes to all
         ("auto", 8, 4, "tpu", "ragged"),
         ("auto", 8, 8, "tpu", "gather"),  # 0.67 of the bytes, over two links each
         ("auto", 2, 8, "tpu", "ragged"),

@@ -38,9 +38,10 @@ def share(moe: Experts, devices: int) -> float:
 def choose(asked: Asked, moe: Experts, devices: int, platform: str) -> Dispatch:
     """How tokens come to the experts that other devices hold, of so many along the axis.
 
-    `auto` is the exchange where it loads links less. Among GPUs, behind a switch, that is by `share`. On a ring, as
-    TPUs' links are, a row that one device alone wants passes N/4 links on average, and of a gather one for each
-    device that takes it. An exchange of whole boxes, all that CPUs have, sends no less than a gather.
+    `auto` is the exchange on TPUs where it loads links less: on a ring a row that one device alone wants passes N/4
+    links on average, and of a gather one for each device that takes it. On GPUs it is the gather, since others have
+    reported gradients that a ragged exchange spoils there, and ours has not run yet; it would send `share` of the
+    bytes. An exchange of whole boxes, all that CPUs have, sends no less than a gather.
 
     Raises: ValueError for an exchange among one.
     """
@@ -49,8 +50,7 @@ def choose(asked: Asked, moe: Experts, devices: int, platform: str) -> Dispatch:
             "model.moe.dispatch=all_to_all: mesh.expert=1, where each device holds all experts and none sends a token: "
             "set mesh.expert larger, or model.moe.dispatch=auto"
         )
-    links = max(1.0, devices / 4) if platform == "tpu" else 1.0
-    wins = platform != "cpu" and devices > 1 and share(moe, devices) * links < 1
+    wins = platform == "tpu" and devices > 1 and share(moe, devices) * max(1.0, devices / 4) < 1
     if asked == "gather" or (asked == "auto" and not wins):
         return "gather"
     return "padded" if platform == "cpu" else "ragged"
