@@ -21,7 +21,7 @@ class KeepBest(Section):
 
 
 class Checkpoint(Section):
-    every: Count = 0
+    every: Count = 20
     """Steps between checkpoints; 0 saves only the last step."""
     every_minutes: Positive | None = None
     """Save too after the first step that ends so long after the last save; null looks at no clock."""

@@ -64,6 +64,26 @@ def dump(config: Config | OfflineConfig) -> str:
     return yaml12.write(_escape(config.model_dump(mode="json")))
 
 
+def changes(before: str, after: str) -> list[str]:
+    """`section.key: old → new` for every value that differs between two dumped configs; a text that is no YAML has
+    none."""
+    try:
+        old, new = (dict(_values(yaml12.read_value(text), "")) for text in (before, after))
+    except (yaml.YAMLError, RecursionError):
+        return [f"{before.splitlines()[:1]} and what follows, which is no recipe"]
+    keys = [*new, *(key for key in old if key not in new)]
+    told = lambda values, key: json.dumps(values[key]) if key in values else "unset"
+    return [f"{key}: {told(old, key)} → {told(new, key)}" for key in keys if told(old, key) != told(new, key)]
+
+
+def _values(tree: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(tree, dict):
+        yield key, tree
+        return
+    for name, value in tree.items():
+        yield from _values(value, f"{key}.{name}".lstrip("."))
+
+
 def schema() -> dict[str, Any]:
     """JSON Schema of recipes, for editors: what configs/schema.json holds."""
     either = TypeAdapter(Config | OfflineConfig).json_schema()

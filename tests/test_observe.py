@@ -101,8 +101,10 @@ def test_a_new_run_in_a_used_folder_keeps_the_earlier_files_apart(tmp_path):
             writer.write(1, {"run": value})
             writer.write_rollouts(1, [{"run": value}])
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "run": 3}]
-    assert read_metrics(tmp_path / "previous" / "metrics.jsonl") == [{"step": 1, "run": 2}]
-    assert rollout_file(tmp_path / "previous", 1).read_text() == '{"run": 2}\n'
+    for value in (1, 2):
+        previous = tmp_path / f"previous_{value}"
+        assert read_metrics(previous / "metrics.jsonl") == [{"step": 1, "run": value}]
+        assert rollout_file(previous, 1).read_text() == f'{{"run": {value}}}\n'
 
 
 def test_rollouts_are_strict_json_one_sample_a_line(tmp_path):

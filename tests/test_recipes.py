@@ -360,3 +360,10 @@ def test_the_tiny_recipe_keeps_its_promises():
     assert config.steps >= 6
     assert config.checkpoint.every == 1
     assert config.model.random is not None
+
+
+def test_what_changes_between_two_configs_is_told_by_key_old_and_new(recipe):
+    old, new = (recipes.dump(recipe(MODEL, *words)) for words in ([], ["steps=9", "rollout.stop=[a]", "mesh.fsdp=2"]))
+    assert recipes.changes(old, new) == ["steps: 100 → 9", "mesh.fsdp: -1 → 2", 'rollout.stop: [] → ["a"]']
+    assert recipes.changes(old, old) == []
+    assert len(recipes.changes("[[", new)) == 1

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from jaxrl_post.loops.stopping import Stop
 from jaxrl_post.observe.progress import BETWEEN, Phases
 from jaxrl_post.observe.watchdog import STUCK, Watchdog
@@ -58,3 +60,18 @@ def test_a_signal_is_noted_once_and_the_handler_given_back():
         assert stop.agreed()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # a second one ends the process
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ctrl_c_is_a_signal_to_end_and_is_raised_when_all_is_done(capsys):
+    before, done = signal.getsignal(signal.SIGINT), []
+
+    def run():
+        with Stop() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            done.extend([stop.agreed(), signal.getsignal(signal.SIGINT)])
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert done == [True, signal.default_int_handler]  # a second one is raised at once
+    assert "ending after this step, which is saved" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is before

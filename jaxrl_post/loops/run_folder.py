@@ -51,6 +51,8 @@ def host_named(run_dir: Path, step: int) -> Iterator[None]:
     """While a checkpoint's host state is taken up. Raises: ValueError where it is not such as these runs save."""
     try:
         yield
+    except ValueError as error:
+        raise ValueError(f"run_dir={run_dir}: {error}") from error
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{run_dir / 'checkpoints' / str(step) / 'host'} is not what a run of this kind saves "
@@ -126,9 +128,8 @@ def _check_shared(path: Path, text: str) -> None:
 
 def _write_config(path: Path, text: str) -> None:
     before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else text
-    changed = sorted(set(text.splitlines()) - set(before.splitlines()))
-    if changed:
-        log.warning("%s changes: %s", path, "; ".join(line.strip() for line in changed))
+    if changes := recipes.changes(before, text):
+        log.warning("%s changes: %s", path, "; ".join(changes))
     with _room_named(path.parent):
         write_whole(path, [text])  # never a part, nor nothing where the disk is full
 

@@ -7,17 +7,19 @@ Metric names are those of verl (`critic/rewards/mean`, `timing_s/gen`, `val-core
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import math
 import numbers
 import os
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 METRICS = "metrics.jsonl"
 ROLLOUTS = "rollouts"
+log = logging.getLogger(__name__)
 
 
 def rollout_file(run_dir: str | Path, step: int) -> Path:
@@ -35,7 +37,7 @@ class MetricsWriter:
 
     A resumed run gives `resume_step`, the last step its checkpoint holds: what was written after it is dropped, so the
     files read as those of a run that never stopped. A new run (None) in a used folder moves the earlier run's files to
-    `previous/`. Every step is flushed as it is written.
+    `previous_1/`, `previous_2/`, …. Every step is flushed as it is written.
     """
 
     def __init__(self, run_dir: str | Path, resume_step: int | None = None) -> None:
@@ -126,8 +128,9 @@ def _parse(line: str) -> dict[str, Any] | None:
 def _set_aside(run_dir: Path) -> None:
     used = [path for name in (METRICS, ROLLOUTS) if (path := run_dir / name).exists()]
     if used:
-        previous = run_dir / "previous"
-        shutil.rmtree(previous, ignore_errors=True)
+        numbers = (f"previous_{number}" for number in itertools.count(1))
+        previous = next(path for name in numbers if not (path := run_dir / name).exists())
+        log.warning("%s has no checkpoint to go on from: what an earlier run left is now in %s", run_dir, previous.name)
         previous.mkdir()
         for path in used:
             path.rename(previous / path.name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -49,9 +49,13 @@ def answer(function: Callable[..., Any], call: Call) -> list[Graded]:
     """[n]: the function's scores, checked. Whatever it raises or returns, nothing is raised here."""
     count = len(call.completions)
     try:
-        scores = list(function(*call))
+        returned = function(*call)
+        scores = list(returned) if isinstance(returned, Iterable) else None
     except (Exception, SystemExit) as error:  # the function may be anyone's code
         return failed(call, "error", f"raised {describe(error)}")
+    if scores is None:
+        wanted = f"{count} number{'s' * (count > 1)}, one for each completion"
+        return failed(call, "error", f"returned {_shown(returned)}, not a list of {wanted}")
     if len(scores) != count:
         return failed(call, "error", f"returned {len(scores)} scores for {count} completion{'s' * (count > 1)}")
     return [graded(score) for score in scores]
