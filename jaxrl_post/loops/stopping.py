@@ -10,7 +10,8 @@ from typing import Any
 from sharding.processes import exchange
 
 STOPPED = "told to stop: step {step} is saved, and the same command goes on from it"
-ORDERS: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}  # what a second one does
+# To end, and what a second one does.
+ORDERS: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 
 
 class Stop:
