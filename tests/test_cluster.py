@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from jax._src.clusters import ClusterEnv
+from process_state import is_alive
 
 from launch import cluster, supervisor
 from launch.__main__ import main
@@ -306,7 +307,7 @@ def test_an_interrupted_job_leaves_no_process(tmp_path):
     assert job.returncode == 130
     assert said[1].endswith("interrupted\n")
     assert "told to stop: step" in said[0]
-    assert not any(map(is_running, children))
+    assert not any(map(is_alive, children))
     assert sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir())
 
 
@@ -325,18 +326,9 @@ def test_processes_end_with_whoever_watches_them(tmp_path):
         assert os.path.exists(f"/proc/{child}")
         supervisor_process.kill()
     deadline = time.monotonic() + 10
-    while is_running(child) and time.monotonic() < deadline:
+    while is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not is_running(child)
-
-
-def is_running(pid):
-    """A zombie, which nobody has asked for its exit code, is not."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    assert not is_alive(child)
 
 
 @pytest.mark.parametrize("process", ["0", "1"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import whole_runs
 from network_hosts import Namespaces, Stopped, why_no_namespaces
+from process_state import is_alive
 
 from jaxrl_post.observe.metrics import read_metrics
 from jaxrl_post.observe.watchdog import STUCK
@@ -324,15 +325,7 @@ def test_the_process_that_beats_ends_with_the_program(tmp_path):
         assert children(processes[0].pid) == [beating]
         os.kill(processes[0].pid, signal.SIGKILL)
         ends(processes, 10)
-        assert not lives(beating)
-
-
-def lives(process):
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+        assert not is_alive(beating)
 
 
 def children(parent):

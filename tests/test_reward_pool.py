@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from process_state import is_alive
 
 from jaxrl_post import config, config_rewards
 from jaxrl_post.data.tokenizer import ByteTokenizer
@@ -312,11 +313,3 @@ def wait_until(condition):
             return
         time.sleep(0.1)
     raise AssertionError("not within 30 s")
-
-
-def is_alive(process):
-    """A zombie, which nobody reaps in a container without an init, is dead."""
-    try:
-        return pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -80,7 +80,10 @@ def _uniform(seed: int, turn: int) -> float:
     return float(np.random.default_rng((seed, turn)).random())
 
 
-def prompt_source(prompts: Sequence[Prompt], data: Data, seed: int) -> PromptStream | Curriculum:
+PromptSource = PromptStream | Curriculum
+
+
+def prompt_source(prompts: Sequence[Prompt], data: Data, seed: int) -> PromptSource:
     """A run's prompts, in the order that it draws them."""
     stream = PromptStream(prompts, data.prompts_per_step, seed, data.shuffle)
     return Curriculum(stream, prompts, data.curriculum, seed) if data.curriculum else stream

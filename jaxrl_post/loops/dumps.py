@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_post.data.curriculum import Curriculum
+from jaxrl_post.data.curriculum import PromptSource
 from jaxrl_post.data.jsonl import Row
-from jaxrl_post.data.prompts import PromptStream
 from jaxrl_post.loops.groups import Samples
 from jaxrl_post.loops.job import Job
 from jaxrl_post.loops.measures import Metrics
@@ -56,7 +55,7 @@ class DumpedRollouts:
     The prompt stream moves on as if they had been, so that a later run may go on by sampling.
     """
 
-    def __init__(self, job: Job, folder: Path, stream: PromptStream | Curriculum) -> None:
+    def __init__(self, job: Job, folder: Path, stream: PromptSource) -> None:
         """Raises: ValueError for a recipe whose samples a dump does not hold in full, and for missing steps."""
         inside = folder / ROLLOUTS  # of a run's folder
         self._job, self._folder, self._stream = job, inside if inside.is_dir() else folder, stream

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_post.config import PartialRollout
-from jaxrl_post.data.curriculum import Curriculum
-from jaxrl_post.data.prompts import PromptStream
+from jaxrl_post.data.curriculum import PromptSource
 from jaxrl_post.loops.groups import completion_from_json, completion_to_json
 from jaxrl_post.loops.measures import Metrics, mean_max_min
 from jaxrl_post.rollout.partial import Partial, Start
@@ -53,7 +52,7 @@ class Flights:
         self._waiting: list[Flight] = []
         self._aboard: list[Flight] = []
 
-    def board(self, stream: PromptStream | Curriculum, seed: int, step: int) -> tuple[list[Prompt], Partial]:
+    def board(self, stream: PromptSource, seed: int, step: int) -> tuple[list[Prompt], Partial]:
         """The groups of the next rollout. `seed` and `step` key the draws of new ones, with their place in it.
 
         Those under way are dealt evenly to the replicas, as these do not wait for each other.

@@ -14,8 +14,7 @@ import numpy as np
 
 from jaxrl_post.config import Config
 from jaxrl_post.config_algorithms import FilterGroups
-from jaxrl_post.data.curriculum import Curriculum
-from jaxrl_post.data.prompts import PromptStream
+from jaxrl_post.data.curriculum import Curriculum, PromptSource
 from jaxrl_post.data.tokenizer import Tokenizer
 from jaxrl_post.loops.decoding import decoding, greedy_decoding, text_of
 from jaxrl_post.loops.early import Early
@@ -52,8 +51,9 @@ class Gather:
     others fill a step that would be short; they have no rewards either. `state` holds all that is carried.
     """
 
-    def __init__(self, job: Job, sampler: Sampler, stream: PromptStream | Curriculum):
+    def __init__(self, job: Job, sampler: Sampler, stream: PromptSource):
         self._job, self._sampler, self._stream = job, sampler, stream
+        self._curriculum = stream if isinstance(stream, Curriculum) else None
         self._filter: FilterGroups | None = job.config.algorithm.filter_groups
         self._carried: list[Group] = []
         rollout, data = job.config.rollout, job.config.data
@@ -67,7 +67,7 @@ class Gather:
     def next(self, params: Params, step: int, phases: Phases) -> tuple[Samples, Metrics]:
         """The samples of `step`, drawn from `params` (rollout layout), and `training/{filter_groups, curriculum}/*`."""
         samples, metrics = self._step(params, step, phases)
-        return samples, metrics | (self._stream.metrics() if isinstance(self._stream, Curriculum) else {})
+        return samples, metrics | (self._curriculum.metrics() if self._curriculum else {})
 
     def _step(self, params: Params, step: int, phases: Phases) -> tuple[Samples, Metrics]:
         draws = [self._draw(params, step, 0, phases)]
@@ -118,9 +118,9 @@ class Gather:
         with phases("reward"):
             texts, scores = grade(self._job, prompts, rollout, begun)
         samples = Samples(prompts, rollout, texts, scores, np.ones(len(prompts), bool))
-        if isinstance(self._stream, Curriculum):
+        if self._curriculum:
             for group in samples.groups():
-                self._stream.note(group.prompt, self._has_signal(group))
+                self._curriculum.note(group.prompt, self._has_signal(group))
         return samples
 
     def _rollout(

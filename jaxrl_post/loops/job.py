@@ -101,6 +101,12 @@ def build(config: Config) -> Job:
     return job
 
 
+def grades_early(config: Config, platform: str) -> bool:
+    """What a reward's `early: auto` means on devices of this platform: whether samples are graded while others are
+    sampled."""
+    return platform != "cpu" and config.rollout.partial is None
+
+
 def _setting(config: Config, tokenizer: Tokenizer, network: Network, prompts: Sequence[Prompt]) -> Setting:
     return Setting(
         mesh=config.mesh,
@@ -108,7 +114,7 @@ def _setting(config: Config, tokenizer: Tokenizer, network: Network, prompts: Se
         vocab_size=network.model.vocab_size,
         max_tokens=max(len(prompt.ids) for prompt in prompts) + config.rollout.max_new_tokens,
         samples=config.data.prompts_per_step * config.rollout.samples_per_prompt,
-        early=platform(network.mesh) != "cpu" and config.rollout.partial is None,
+        early=grades_early(config, platform(network.mesh)),
         deterministic=config.debug.deterministic,
     )
 

@@ -12,7 +12,7 @@ from jax.stages import Traced
 from jaxrl_post.config import Config
 from jaxrl_post.config_rewards import ForeignCode, single_rewards
 from jaxrl_post.loops.gather import sample_options
-from jaxrl_post.loops.job import Job
+from jaxrl_post.loops.job import Job, grades_early
 from jaxrl_post.loops.planned import Planned, sent_share
 from jaxrl_post.rollout.sampler import Sampler
 from jaxrl_post.rollout.schedule import EngineShape
@@ -38,25 +38,25 @@ def planned_rollout(
 
     def program(name: str, traced: Traced, cache: int, inside: str, trips: list[int]) -> Planned:
         made = {ROLLOUT_WEIGHTS: placed_bytes(params), "cache": cache}
-        filled, read = sent_share(network), _traffic(job, shape) if any(trips) else 0.0
-        return Planned(name, 1, traced, held, made, inside, trips, read, on_host, filled=filled)
+        read = _traffic(job, shape) if any(trips) else 0.0
+        return Planned(name, 1, traced, held, made, inside, trips, read, on_host, filled=sent_share(network))
 
     if not is_early(config, target):
         shape, traced = sampler.traced(params, prompts, options, job.prompt_width)
         return [program("rollout", traced, _cache_bytes(job, shape)[0], "cache", _trips(job, shape))], shape
     shape, parts = sampler.traced_parts(params, prompts, options, job.prompt_width)
     drained = [len(tiers) for _, tiers in shape.phases[1:]]
-    trips = iter(_trips(job, shape))
-    counts = [len(_trips(job, shape)) - sum(drained), *drained]  # of loops; the first phase fills, too
+    trips = _trips(job, shape)
+    counts, left = [len(trips) - sum(drained), *drained], iter(trips)  # of loops; the first phase fills, too
     return [
-        program(f"rollout, {slots} slots", traced, placed_bytes(cache), "", list(itertools.islice(trips, count)))
+        program(f"rollout, {slots} slots", traced, placed_bytes(cache), "", list(itertools.islice(left, count)))
         for (slots, _), (cache, traced), count in zip(shape.phases, parts, counts, strict=True)
     ], shape
 
 
 def is_early(config: Config, target: Target) -> bool:
-    """Whether a run on the target would grade samples while others are sampled (`job.build`)."""
-    auto = target.chip.platform != "cpu" and config.rollout.partial is None
+    """Whether a run on the target would grade samples while others are sampled."""
+    auto = grades_early(config, target.chip.platform)
     singles = single_rewards(config.reward).values()
     return any(isinstance(one, ForeignCode) and one.grades_early(auto) for one in singles)
 

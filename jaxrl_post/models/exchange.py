@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl_post.models.config import Dispatch, Experts
+from jaxrl_post.models.placement import EXPERT
 
-EXPERT = "expert"  # the mesh axis
 Asked = Literal["auto", "gather", "all_to_all"]
 Transport = Literal["ragged", "padded"]
 

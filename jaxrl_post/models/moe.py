@@ -27,9 +27,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_post.models import exchange
 from jaxrl_post.models.config import Experts
-from jaxrl_post.models.exchange import EXPERT
 from jaxrl_post.models.grouped import Run, grouped_swiglu
-from jaxrl_post.models.placement import TENSOR, Placement
+from jaxrl_post.models.placement import EXPERT, TENSOR, Placement
 from jaxrl_post.models.product import product
 from sharding.rules import ROLLOUT, TRAIN, partition_spec
 

@@ -8,7 +8,8 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-SEQUENCE, TENSOR = "sequence", "tensor"  # the mesh axes that cut time, and heads and widths
+# The mesh axes that cut time, heads and widths, and the experts of a layer.
+SEQUENCE, TENSOR, EXPERT = "sequence", "tensor", "expert"
 
 
 @dataclasses.dataclass(frozen=True)

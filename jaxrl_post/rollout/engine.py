@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl_post.models.decoder import Decoder, Params
-from jaxrl_post.models.moe import EXPERT
+from jaxrl_post.models.placement import EXPERT
 from jaxrl_post.rollout import partial
 from jaxrl_post.rollout.decode import decode, pack
 from jaxrl_post.rollout.records import Requests, Samples
