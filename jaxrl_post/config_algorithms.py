@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from jaxrl_post.config_base import Aggregation, Fraction, NonNegative, Positive, Section, default_kind
+from jaxrl_post.config_base import Aggregation, Fraction, FunctionPath, NonNegative, Positive, Section, default_kind
 from jaxrl_post.config_teachers import Taught, TaughtAdvantage
 
 Estimator = Literal[
@@ -454,7 +454,7 @@ class Custom(Surrogate):
     weighs_by_ratio: ClassVar[bool] = False
     learns_from_zero_advantage: ClassVar[bool] = True
     kind: Literal["custom"]
-    function: str = Field(pattern=r"^[\w.]+:\w+$")
+    function: FunctionPath
     """`module:function` (logp, old_logp, advantage, mask, **options) -> loss of each token."""
     options: dict[str, bool | int | float | str] = Field(default={})
     """Keywords it is called with."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from jaxrl_post.config_base import Count, Fraction, Positive, Section, default_kind
+from jaxrl_post.config_base import Count, Fraction, FunctionPath, Positive, Section, default_kind
 
 
 class LastNumberReward(Section):
@@ -69,7 +69,7 @@ class FunctionReward(ForeignCode):
     """
 
     kind: Literal["function"]
-    function: str = Field(pattern=r"^[\w.]+:\w+$")
+    function: FunctionPath
     per: Part = "sample"
     """What one call grades, in lists of that length: a sample, a prompt's group, for functions that compare samples,
     or all of a step. Limit and failures are those of a call; its limit is `timeout` for each sample in it."""

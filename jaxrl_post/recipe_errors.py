@@ -208,8 +208,9 @@ def _perhaps(value: str, allowed: list[str]) -> str:
 
 
 def _close(name: str, known: list[str]) -> list[str]:
+    swapped = [other for other in known if sorted(other) == sorted(name)]  # gpro: nearer to grpo than to gspo
     longer = [other for other in known if len(name) > 2 and (other.startswith(name) or name.startswith(other))]
-    return list(dict.fromkeys([*difflib.get_close_matches(name, known, n=3), *longer]))
+    return list(dict.fromkeys([*swapped, *difflib.get_close_matches(name, known, n=3), *longer]))
 
 
 def _show(value: Any) -> str:
