@@ -24,11 +24,13 @@ from jaxrl_post.yaml12 import Keys
 SYNONYMS = {
     "adam_beta1": "optimizer.b1",
     "adam_beta2": "optimizer.b2",
+    "adv_estimator": "algorithm.kind",
     "beta": "algorithm.kl.coef",
     "beta1": "optimizer.b1",
     "beta2": "optimizer.b2",
     "clip_ratio_high": "algorithm.clip_high",
     "clip_ratio_low": "algorithm.clip_low",
+    "entropy_coeff": "algorithm.entropy_coef",
     "epsilon": "algorithm.clip_low",
     "epsilon_high": "algorithm.clip_high",
     "eval_steps": "evaluation.every",
@@ -47,10 +49,19 @@ SYNONYMS = {
     "n": "rollout.samples_per_prompt",
     "norm_adv_by_std_in_grpo": "algorithm.normalize_by_std",
     "num_generations": "rollout.samples_per_prompt",
+    "num_iterations": "algorithm.epochs",
+    "num_train_epochs": "steps",
     "output_dir": "run_dir",
     "partial_rollout": "rollout.partial",
+    "per_device_train_batch_size": "training.tokens_per_microbatch",
     "ppo_epochs": "algorithm.epochs",
+    "ppo_max_token_len_per_gpu": "training.tokens_per_microbatch",
     "precompute_ref_log_probs": "training.cache_reference",
+    "save_freq": "checkpoint.every",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep_last",
+    "tensor_model_parallel_size": "mesh.tensor",
+    "test_freq": "evaluation.every",
     "total_training_steps": "steps",
     "train_batch_size": "data.prompts_per_step",
 }
@@ -73,7 +84,7 @@ def explain(error: ValidationError, tree: dict[str, Any]) -> list[Problem]:
 def suggest(keys: Keys, tree: dict[str, Any]) -> list[str]:
     """Dotted keys that `keys`, which does not exist, may have been meant to be; the likeliest first, at most three."""
     name, here = keys[-1], fields_at(keys[:-1], tree)
-    known = list(dict.fromkeys(_all_keys(config_class(tree), ())))
+    known = list(dict.fromkeys(all_keys(config_class(tree), ())))
     exact = [".".join(key) for key in known if key[-1] == name]
     close_here = [".".join((*keys[:-1], near)) for near in _close(name, list(here))]
     close = [".".join(key) for near in _close(name, [key[-1] for key in known]) for key in known if key[-1] == near]
@@ -218,11 +229,12 @@ def _show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "…"
 
 
-def _all_keys(section: type[Section], prefix: Keys) -> Iterator[Keys]:
+def all_keys(section: type[Section], prefix: Keys) -> Iterator[Keys]:
+    """The path of every key that the section, at `prefix`, may hold, of all its kinds; a name of one's own is NAME."""
     for name, field in section.model_fields.items():
         yield (*prefix, name)
         for inner in _sections(field.annotation):
-            yield from _all_keys(inner, (*prefix, name, "NAME") if _holds_named(field) else (*prefix, name))
+            yield from all_keys(inner, (*prefix, name, "NAME") if _holds_named(field) else (*prefix, name))
 
 
 def _sections(annotation: Any) -> list[type[Section]]:

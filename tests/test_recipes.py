@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from jaxrl_post import recipes
 from jaxrl_post.config import Config, Model
-from jaxrl_post.recipe_errors import SYNONYMS
+from jaxrl_post.config_offline import config_class
+from jaxrl_post.recipe_errors import SYNONYMS, all_keys
 from jaxrl_post.recipes import RecipeError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -167,6 +168,15 @@ def test_every_synonym_points_at_a_key_that_exists(recipe):
     for target in SYNONYMS.values():
         answers = [refusal(recipe, text, f"{target}={{wrong: type}}") for text in (MODEL, offline)]
         assert not all(f"{target}: no such key" in answer for answer in answers), target
+
+
+def test_the_table_of_other_systems_keys_names_keys_that_exist():
+    schemas = [config_class({"algorithm": {"kind": kind}}) for kind in ("grpo", "dpo")]
+    known = {".".join(keys) for schema in schemas for keys in all_keys(schema, ())}
+    rows = [row.split("|") for row in (CONFIGS.parent / "docs" / "keys.md").read_text().splitlines() if "|" in row]
+    named = [key for row in rows[2:] for key in re.findall(r"`([^`]+)`", row[3])]
+    assert len(named) > 40
+    assert set(named) <= known
 
 
 # --- values that are not allowed
