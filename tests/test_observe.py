@@ -179,6 +179,12 @@ def test_a_step_as_one_line():
     assert step_line(1, 2, {"critic/rewards/mean": math.nan}, 0) == "step 1/2  reward nan  0s left"
 
 
+def test_a_step_that_taught_nothing_says_so():
+    alike = step_line(1, 2, {"critic/rewards/mean": 1.0, "training/trained_sequences": 0}, 0)
+    assert alike.startswith("step 1/2  reward 1.000  0s left  no update: ")
+    assert step_line(1, 2, {"critic/rewards/mean": 1.0, "training/trained_sequences": 6}, 0).endswith("0s left")
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (222, "3m42s"), (3780, "1h03m")])
 def test_clock(seconds, text):
     assert clock(seconds) == text

@@ -28,6 +28,7 @@ SHOWN = {  # column: metric, format
     "tokens/s": ("perf/throughput", "{:.0f}"),
     "step s": ("timing_s/step", "{:.2f}"),
 }
+NOTHING_LEARNED = "no update: each prompt's samples were rewarded alike, or left out"
 
 
 class Phases:
@@ -131,10 +132,14 @@ class Progress:
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, Any], eta: float) -> str:
-    """One step as one line of text: `step 3/40  reward 0.312  …  gen 2.9 s, update_actor 3.0 s  3m42s left`."""
+    """One step as one line of text: `step 3/40  reward 0.312  …  gen 2.9 s, update_actor 3.0 s  3m42s left`.
+
+    It says so when there was nothing to learn from, which no other number there shows.
+    """
     shown = [f"{name} {_cell(name, metrics)}" for name, (metric, _) in SHOWN.items() if metric in metrics]
     parts = [f"step {step:>{len(str(steps))}}/{steps}", *shown, phase_text(metrics)]
-    return "  ".join(part for part in [*parts, f"{clock(eta)} left"] if part)
+    idle = NOTHING_LEARNED if metrics.get("training/trained_sequences") == 0 else ""
+    return "  ".join(part for part in [*parts, f"{clock(eta)} left", idle] if part)
 
 
 def phase_text(metrics: Mapping[str, Any]) -> str:
