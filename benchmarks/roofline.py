@@ -28,6 +28,8 @@ from jaxrl_post.loops.packed import attention_length
 from jaxrl_post.models.huggingface import read_config
 from jaxrl_post.models.zoo import resolve
 from jaxrl_post.training.packing import pack_shape
+from launch.huge_pages import restart_with_huge_pages
+from launch.no_devices import skip_absent_devices
 
 HERE = Path(__file__).parent
 SMALL_PROMPTS, SMALL_GROUP = 8, 6
@@ -121,4 +123,6 @@ def run_ours(folder: Path, group: int, width: int, options: argparse.Namespace) 
 
 
 if __name__ == "__main__":
+    skip_absent_devices()
+    restart_with_huge_pages()  # as the main job does: products are faster in them
     main()

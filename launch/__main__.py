@@ -8,6 +8,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+
+from launch.huge_pages import restart_with_huge_pages
+from launch.no_devices import skip_absent_devices
+
+if __name__ == "__main__":  # before what takes longer to import
+    skip_absent_devices()
+    restart_with_huge_pages()
+
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +28,6 @@ from launch import cluster
 from launch.arguments import TRAIN_USAGE, Parser
 from launch.commands import COMMANDS, recipe_path
 from launch.faults import INTERRUPTED, REFUSED, is_user_error
-from launch.no_devices import skip_absent_devices
 from launch.supervisor import Cast, add_options, check_supervised, supervise
 
 OTHER_USAGES = (

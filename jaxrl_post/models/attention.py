@@ -1,7 +1,7 @@
 """Attention of grouped queries over head-major keys, and the mask of packed rows.
 
-B batch, T queries, C keys (cache columns), H query heads, K key/value heads, N per-head width,
-X queries of a key head: its H/K query heads by T.
+B batch, T queries, C keys (cache columns), H query heads, K key/value heads, G query heads of a key head, N per-head
+width, X queries of a key head: G by T.
 """
 
 from __future__ import annotations
@@ -18,24 +18,35 @@ QUERY_CHUNK = 512
 SHORTEST_QUARTERED = 128
 
 
-def attend(q_BTHN: jax.Array, k_BKCN: jax.Array, v_BKCN: jax.Array, mask_BTC: jax.Array) -> jax.Array:
-    """softmax(q·k/√N) v with a boolean mask; scores and softmax in float32. A query that sees no key returns 0.
+def attend(q_BKGTN: jax.Array, k_BKCN: jax.Array, v_BKCN: jax.Array, mask_BTC: jax.Array) -> jax.Array:
+    """softmax(q·k/√N) v with a boolean mask, [B, K, G, T, N]; scores and softmax in float32. A query that sees no key
+    returns 0.
 
-    The mask is added to the scores and the sum divides the values, not the weights: each of them is one pass less over
-    [T, C], and a query's heads are laid out so that both products are plain ones per key head.
+    Queries lie by key head, so that both products are plain ones per key head. The mask is added to the scores and the
+    sum divides the values, not the weights: each is a pass less over [T, C].
     """
-    B, T, H, N = q_BTHN.shape
-    K, C = k_BKCN.shape[1:3]
-    q_BKXN = q_BTHN.reshape(B, T, K, H // K, N).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, N)
+    B, K, G, T, N = q_BKGTN.shape
+    q_BKXN, C = q_BKGTN.reshape(B, K, G * T, N), k_BKCN.shape[2]
     score_BKXC = jnp.einsum("bkxn,bkcn->bkxc", q_BKXN, k_BKCN, preferred_element_type=jnp.float32) * N**-0.5
     unseen_BTC = jnp.where(mask_BTC, 0.0, NEGATIVE)
-    score = score_BKXC.reshape(B, K, H // K, T, C) + unseen_BTC[:, None, None]
+    score = score_BKXC.reshape(B, K, G, T, C) + unseen_BTC[:, None, None]
     weight = jnp.exp(score - lax.stop_gradient(score.max(-1, keepdims=True)))
     scale = mask_BTC.any(-1)[:, None, None] / weight.sum(-1)
-    weight_BKXC = weight.reshape(B, K, -1, C).astype(v_BKCN.dtype)
+    weight_BKXC = weight.reshape(B, K, G * T, C).astype(v_BKCN.dtype)
     sum_BKXN = jnp.einsum("bkxc,bkcn->bkxn", weight_BKXC, v_BKCN, preferred_element_type=jnp.float32)
-    out = (sum_BKXN.reshape(B, K, H // K, T, N) * scale[..., None]).astype(v_BKCN.dtype)
-    return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, N)
+    return (sum_BKXN.reshape(B, K, G, T, N) * scale[..., None]).astype(v_BKCN.dtype)
+
+
+def _by_key_head(q_BTHN: jax.Array, K: int) -> jax.Array:
+    """[B, K, H/K, T, N]."""
+    B, T, H, N = q_BTHN.shape
+    return q_BTHN.reshape(B, T, K, H // K, N).transpose(0, 2, 3, 1, 4)
+
+
+def _heads_last(x_BKGTN: jax.Array) -> jax.Array:
+    """`_by_key_head` undone."""
+    B, K, G, T, N = x_BKGTN.shape
+    return x_BKGTN.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, N)
 
 
 class Columns(NamedTuple):
@@ -72,18 +83,25 @@ def packed_attention(
     loop over blocks of queries with all keys, so that [T, T] never exists.
     """
     k, v = k_BTKN.swapaxes(1, 2), v_BTKN.swapaxes(1, 2)
-    T = q_BTHN.shape[1]
+    T, q_BKGTN = q_BTHN.shape[1], _by_key_head(q_BTHN, k.shape[1])
 
-    def block(start: jax.Array | int, size: int, seen: int = T) -> jax.Array:
+    def block(q_BKGtN: jax.Array, start: jax.Array | int, seen: int) -> jax.Array:
+        size = q_BKGtN.shape[3]
         cut = lambda x: lax.dynamic_slice_in_dim(x, start, size, axis=1)
         queries = Columns(start + jnp.arange(size), cut(segments_BT), cut(branches_BT))
         keys = Columns(jnp.arange(seen), segments_BT[:, :seen], branches_BT[:, :seen])
-        return attend(cut(q_BTHN), k[:, :, :seen], v[:, :, :seen], visible(queries, keys))
+        return attend(q_BKGtN, k[:, :, :seen], v[:, :, :seen], visible(queries, keys))
 
     if T <= QUERY_CHUNK or T % QUERY_CHUNK:
-        ends = [T] if T < SHORTEST_QUARTERED else [T * part // 4 for part in (1, 2, 3, 4)]
-        return jnp.concatenate([block(a, b - a, b) for a, b in itertools.pairwise([0, *ends])], axis=1)
-    out = lax.map(
-        lambda start: jax.checkpoint(block, static_argnums=1)(start, QUERY_CHUNK), jnp.arange(0, T, QUERY_CHUNK)
-    )
-    return jnp.moveaxis(out, 0, 1).reshape(q_BTHN.shape)
+        ends = [0, T] if T < SHORTEST_QUARTERED else [T * part // 4 for part in range(5)]
+        sizes = [end - start for start, end in itertools.pairwise(ends)]
+        parts = lax.split(q_BKGTN, sizes, axis=3)  # whose gradients are joined; those of slices are padded and summed
+        blocks = [block(part, start, start + size) for part, start, size in zip(parts, ends, sizes, strict=False)]
+        return _heads_last(jnp.concatenate(blocks, axis=3))
+
+    @jax.checkpoint
+    def chunk(start: jax.Array) -> jax.Array:
+        return block(lax.dynamic_slice_in_dim(q_BKGTN, start, QUERY_CHUNK, axis=3), start, T)
+
+    out = lax.map(chunk, jnp.arange(0, T, QUERY_CHUNK))
+    return _heads_last(jnp.moveaxis(out, 0, 3).reshape(q_BKGTN.shape))

@@ -19,6 +19,7 @@ from jaxrl_post.models.placement import ANYWHERE, SEQUENCE, Placement
 from jaxrl_post.objectives.reductions import live
 
 Tree = Any
+WEIGHTLESS = -200.0  # below the greatest score: its exp is 0, and 0 times it is 0, which it is not of −inf
 
 
 def token_logprobs(
@@ -195,12 +196,17 @@ def target_stats(
 
     The entropy is a constant unless `entropy_gradient`: the default's backward pass does not touch it.
 
-    The target is picked by compare and sum: a gather would collect a vocabulary that is cut over devices.
+    The target is picked by compare and sum: a gather would collect a vocabulary that is cut over devices. One
+    exponential of each score serves the sum, the entropy and the backward pass: on a CPU each of these passes over
+    [B, C, V] is memory, and an exponential inside a sum runs on one core (benchmarks/update_log.md).
     """
-    logp_BCV = jax.nn.log_softmax(logits_BCV.astype(jnp.float32) / temperature, axis=-1)
+    scaled_BCV = logits_BCV.astype(jnp.float32) / temperature
+    below_BCV = scaled_BCV - lax.stop_gradient(scaled_BCV.max(-1, keepdims=True))
+    weight_BCV = jnp.exp(below_BCV)
+    log_sum_BC = jnp.log(weight_BCV.sum(-1))
     ids_11V = jnp.arange(logits_BCV.shape[-1], dtype=target_BC.dtype)[None, None]
-    logp_BC = jnp.sum(jnp.where(target_BC[..., None] == ids_11V, logp_BCV, 0.0), axis=-1)
-    surprise_BCV = jnp.where(logp_BCV > -jnp.inf, -logp_BCV, 0.0)
-    if not entropy_gradient:
-        surprise_BCV = lax.stop_gradient(surprise_BCV)
-    return logp_BC, jnp.sum(jnp.exp(-surprise_BCV) * surprise_BCV, axis=-1)
+    logp_BC = jnp.where(target_BC[..., None] == ids_11V, below_BCV, 0.0).sum(-1) - log_sum_BC
+    terms = (weight_BCV, below_BCV, log_sum_BC)
+    weight_BCV, below_BCV, log_sum_BC = terms if entropy_gradient else lax.stop_gradient(terms)
+    mean_BC = (weight_BCV * jnp.maximum(below_BCV, WEIGHTLESS)).sum(-1) * jnp.exp(-log_sum_BC)
+    return logp_BC, log_sum_BC - mean_BC

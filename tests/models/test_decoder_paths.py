@@ -117,13 +117,13 @@ def test_neither_remat_nor_the_scan_over_layers_changes_a_gradient(changes):
 
 
 def test_a_query_that_sees_nothing_returns_zero_and_has_zero_gradient():
-    q = jnp.asarray(RNG.standard_normal((1, 2, 2, 4)), jnp.float32)
+    q = jnp.asarray(RNG.standard_normal((1, 1, 2, 2, 4)), jnp.float32)
     k = 1e4 * jnp.asarray(RNG.standard_normal((1, 1, 3, 4)), jnp.float32)
     mask = jnp.asarray([[[False] * 3, [True, False, True]]])
     out = attend(q, k, k, mask)
-    np.testing.assert_array_equal(out[0, 0], np.zeros((2, 4)))
+    np.testing.assert_array_equal(out[0, 0, :, 0], np.zeros((2, 4)))
     assert np.isfinite(np.asarray(out)).all()
-    grads = jax.jit(jax.grad(lambda q, k, v: attend(q, k, v, mask)[:, :1].sum(), argnums=(0, 1, 2)))(q, k, k)
+    grads = jax.jit(jax.grad(lambda q, k, v: attend(q, k, v, mask)[:, :, :, :1].sum(), argnums=(0, 1, 2)))(q, k, k)
     for grad in grads:
         np.testing.assert_array_equal(grad, np.zeros(grad.shape))
 
