@@ -75,12 +75,18 @@ def sees(queries: Columns, keys: Columns) -> jax.Array:
 
 
 def packed_attention(
-    q_BTHN: jax.Array, k_BTKN: jax.Array, v_BTKN: jax.Array, segments_BT: jax.Array, branches_BT: jax.Array
+    q_BTHN: jax.Array,
+    k_BTKN: jax.Array,
+    v_BTKN: jax.Array,
+    segments_BT: jax.Array,
+    branches_BT: jax.Array,
+    keep: bool = True,
 ) -> jax.Array:
     """Causal attention inside packed rows.
 
     Rows go through in quarters of queries, each with the keys up to its end: 5/8 of the pairs. Long ones go through a
-    loop over blocks of queries with all keys, so that [T, T] never exists.
+    loop over blocks of queries with all keys, so that [T, T] never exists. `keep`: the backward pass of short rows
+    reads the weights, [T, C] for each head, and does not make them again.
     """
     k, v = k_BTKN.swapaxes(1, 2), v_BTKN.swapaxes(1, 2)
     T, q_BKGTN = q_BTHN.shape[1], _by_key_head(q_BTHN, k.shape[1])
@@ -95,8 +101,9 @@ def packed_attention(
     if T <= QUERY_CHUNK or T % QUERY_CHUNK:
         ends = [0, T] if T < SHORTEST_QUARTERED else [T * part // 4 for part in range(5)]
         sizes = [end - start for start, end in itertools.pairwise(ends)]
+        attended = block if keep else jax.checkpoint(block, static_argnums=(1, 2), prevent_cse=False)
         parts = lax.split(q_BKGTN, sizes, axis=3)  # whose gradients are joined; those of slices are padded and summed
-        blocks = [block(part, start, start + size) for part, start, size in zip(parts, ends, sizes, strict=False)]
+        blocks = [attended(part, start, start + size) for part, start, size in zip(parts, ends, sizes, strict=False)]
         return _heads_last(jnp.concatenate(blocks, axis=3))
 
     @jax.checkpoint

@@ -7,6 +7,7 @@ of who sees whom, `attention.sees`; what a backend cannot do is refused here by 
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Literal
 
@@ -117,7 +118,8 @@ def attention(model: ModelConfig, place: Placement) -> Attention:
 def _of_device(model: ModelConfig) -> Attention:
     match model.attention:
         case "xla":
-            return packed_attention
+            stacked = model.scan_layers and model.remat == "none"  # the weights of all layers, were they kept
+            return functools.partial(packed_attention, keep=not stacked)
         case "flash":
             return lambda *rows: flash_attention(*rows, model.platform)
         case "cudnn":

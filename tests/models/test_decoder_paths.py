@@ -128,6 +128,21 @@ def test_a_query_that_sees_nothing_returns_zero_and_has_zero_gradient():
         np.testing.assert_array_equal(grad, np.zeros(grad.shape))
 
 
+def test_weights_of_attention_are_made_again_where_layers_are_scanned():
+    T, shape = 256, (1, 256, 2, 4)
+    q, k, v = (jnp.asarray(RNG.standard_normal(shape), jnp.float32) for _ in range(3))
+    rows = jnp.ones((1, T), jnp.int32), jnp.zeros((1, T), jnp.int32)
+
+    def gradient(keep):
+        out, back = jax.vjp(lambda *qkv: packed_attention(*qkv, *rows, keep=keep), q, k, v)
+        return back(out), max(x.size for x in jax.tree.leaves(back))
+
+    (kept, largest), (made_again, small) = gradient(True), gradient(False)
+    for a, b in zip(kept, made_again, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+    assert small <= q.size < T * T // 4 <= largest
+
+
 def test_long_rows_attend_in_blocks_with_the_same_result():
     T, shape = 2 * QUERY_CHUNK, (1, 2 * QUERY_CHUNK, 2, 4)
     q, k, v = (jnp.asarray(RNG.standard_normal(shape), jnp.float32) for _ in range(3))
