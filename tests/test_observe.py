@@ -15,7 +15,7 @@ from rich.console import Console
 from jaxrl_post.observe.compiles import EVENT, CompileCounter
 from jaxrl_post.observe.metrics import MetricsWriter, read_metrics, rollout_file
 from jaxrl_post.observe.plot import OFFLINE, ONLINE, _draw, plot_curves, series, trailing_mean
-from jaxrl_post.observe.progress import Phases, Progress, clock, step_line
+from jaxrl_post.observe.progress import NOTHING_LEARNED, Phases, Progress, clock, step_line
 from jaxrl_post.observe.sizes import size_text
 
 
@@ -215,6 +215,14 @@ def test_a_terminal_shows_the_last_steps_and_what_is_left():
     assert "3/9" in last
     assert "37s left" in last  # 6 steps of 6.1 s
     assert "gen 2.90 s, update_actor 3.00 s, 2 compiles" in last
+
+
+def test_a_terminal_says_why_a_step_made_no_update():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=240, height=40, _environ={})
+    with Progress(2, console) as progress:
+        progress.update(1, METRICS | {"training/trained_sequences": 0})
+    assert NOTHING_LEARNED in out.getvalue()
 
 
 def test_the_time_left_forgets_the_step_that_compiled():

@@ -173,10 +173,27 @@ def test_every_synonym_points_at_a_key_that_exists(recipe):
 def test_the_table_of_other_systems_keys_names_keys_that_exist():
     schemas = [config_class({"algorithm": {"kind": kind}}) for kind in ("grpo", "dpo")]
     known = {".".join(keys) for schema in schemas for keys in all_keys(schema, ())}
-    rows = [row.split("|") for row in (CONFIGS.parent / "docs" / "keys.md").read_text().splitlines() if "|" in row]
-    named = [key for row in rows[2:] for key in re.findall(r"`([^`]+)`", row[3])]
+    named = [key for *_, here in foreign_keys() for key in here]
     assert len(named) > 40
     assert set(named) <= known
+
+
+def test_a_foreign_key_is_answered_as_the_table_says():
+    told = {}
+    for foreign, here in foreign_keys():
+        for key in foreign:
+            told.setdefault(key.rsplit(".", 1)[-1], []).extend(here)
+    both = told.keys() & SYNONYMS.keys()
+    assert len(both) > 20
+    for name in both:
+        assert any(f"{key}.".startswith(f"{SYNONYMS[name]}.") for key in told[name]), name
+
+
+def foreign_keys():
+    """Of each line of docs/keys.md, the keys of other systems and those here."""
+    rows = [row.split("|") for row in (CONFIGS.parent / "docs" / "keys.md").read_text().splitlines() if "|" in row]
+    quoted = lambda text: re.findall(r"`([^`]+)`", text)
+    return [(quoted(verl) + quoted(trl), quoted(here)) for _, verl, trl, here, *_ in rows[2:]]
 
 
 # --- values that are not allowed

@@ -124,7 +124,8 @@ class Progress:
         names = [name for name, (metric, _) in SHOWN.items() if any(metric in m for _, m in self._recent)]
         table = Table("step", *names, "phases", box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
         for number, metrics in self._recent:
-            table.add_row(str(number), *(_cell(name, metrics) for name in names), phase_text(metrics))
+            cells = [_cell(name, metrics) for name in names]
+            table.add_row(str(number), *cells, _joined(phase_text(metrics), idle(metrics)))
         bar = Table.grid(padding=(0, 2, 0, 0))
         left = f"{clock(self.eta(step))} left" if step < self.steps else "done"
         bar.add_row(ProgressBar(self.steps, step, width=30), Text(f"{step}/{self.steps}", "bold"), Text(left))
@@ -132,14 +133,19 @@ class Progress:
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, Any], eta: float) -> str:
-    """One step as one line of text: `step 3/40  reward 0.312  …  gen 2.9 s, update_actor 3.0 s  3m42s left`.
-
-    It says so when there was nothing to learn from, which no other number there shows.
-    """
+    """One step as one line of text: `step 3/40  reward 0.312  …  gen 2.9 s, update_actor 3.0 s  3m42s left`."""
     shown = [f"{name} {_cell(name, metrics)}" for name, (metric, _) in SHOWN.items() if metric in metrics]
-    parts = [f"step {step:>{len(str(steps))}}/{steps}", *shown, phase_text(metrics)]
-    idle = NOTHING_LEARNED if metrics.get("training/trained_sequences") == 0 else ""
-    return "  ".join(part for part in [*parts, f"{clock(eta)} left", idle] if part)
+    of_step = f"step {step:>{len(str(steps))}}/{steps}"
+    return _joined(of_step, *shown, phase_text(metrics), f"{clock(eta)} left", idle(metrics))
+
+
+def idle(metrics: Mapping[str, Any]) -> str:
+    """Why a step had nothing to learn from, which no other number there shows; nothing if it had."""
+    return NOTHING_LEARNED if metrics.get("training/trained_sequences") == 0 else ""
+
+
+def _joined(*parts: str) -> str:
+    return "  ".join(part for part in parts if part)
 
 
 def phase_text(metrics: Mapping[str, Any]) -> str:
