@@ -1,6 +1,6 @@
 """Memory in huge pages for a job that computes on a CPU.
 
-XLA asks for the memory of each program anew, and Linux hands it out in pages of 4 KiB, one fault each: a third of the
+XLA asks for the memory of each program anew, and Linux hands it out in pages of 4 KiB, one fault each: a quarter of the
 time of an update of SmolLM2-135M (docs/architecture.md). The C library asks for pages of 2 MiB instead, but only if its
 environment said so when the process began.
 """
