@@ -100,10 +100,11 @@ def packed_attention(
 
     if T <= QUERY_CHUNK or T % QUERY_CHUNK:
         ends = [0, T] if T < SHORTEST_QUARTERED else [T * part // 4 for part in range(5)]
-        sizes = [end - start for start, end in itertools.pairwise(ends)]
+        spans = list(itertools.pairwise(ends))
         attended = block if keep else jax.checkpoint(block, static_argnums=(1, 2), prevent_cse=False)
-        parts = lax.split(q_BKGTN, sizes, axis=3)  # whose gradients are joined; those of slices are padded and summed
-        blocks = [attended(part, start, start + size) for part, start, size in zip(parts, ends, sizes, strict=False)]
+        # Gradients of a split are joined; those of slices are padded and summed.
+        parts = lax.split(q_BKGTN, [end - start for start, end in spans], axis=3)
+        blocks = [attended(part, start, end) for part, (start, end) in zip(parts, spans, strict=True)]
         return _heads_last(jnp.concatenate(blocks, axis=3))
 
     @jax.checkpoint
